@@ -12,10 +12,10 @@ from ports import free_port
 
 from .internals import BarrierTimings, StoreBarrierMember
 
-SHORT, LONG = 0.05, 20.0  # seconds: for uses that must fail, and for those that must pass
+SHORT, LONG = 0.05, 20.0  # seconds, for rounds that must time out and rounds that must pass
 
 FAST = BarrierTimings(wake_after=0.2, failure_free_window=0.02, epoch_timeout=0.05)
-"""Wakes the ranks that wait in a failed use sooner than in production."""
+"""Wakes ranks that wait in a failed round sooner than in production."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def server():
 
 @pytest.fixture
 def together():
-    """Call a function for every rank, all at once, and return the results."""
+    """Call a function for every rank concurrently and return the results."""
     with ThreadPoolExecutor(32) as pool:
         yield lambda size, call: list(pool.map(call, range(size)))
 
@@ -59,7 +59,7 @@ _prefixes = iter(range(10**9))
 
 
 def members(server, size, together, timings=None):
-    """Create a member for each rank, of a barrier that no other test uses."""
+    """Create the members of a barrier with an unused prefix."""
     prefix = f"p{next(_prefixes)}"
     return together(
         size,

@@ -1,4 +1,4 @@
-"""The private names that tests of this package use; everything else is public."""
+"""Private names used by the tests of this package."""
 
 from phalanx import _faultpoints
 from phalanx.checkpoint import _store_connection, _tensor_file

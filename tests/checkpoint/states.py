@@ -1,4 +1,4 @@
-"""States to save, ranks that are threads to save them, and what it means to be the same."""
+"""States to save, ranks as threads, and bitwise comparison of states."""
 
 import math
 import os
@@ -23,7 +23,7 @@ class ThreadBarrier:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=timeout)
 
-    def at(self, rank):  # noqa: ARG002 - all have the same seat
+    def at(self, rank):  # noqa: ARG002 - the same object for all ranks
         return self
 
     def execute_barrier(self):
@@ -34,14 +34,14 @@ class ThreadBarrier:
 
 
 class ThreadExchange(ThreadBarrier):
-    """One that carries texts."""
+    """A thread barrier with a text exchange."""
 
     def __init__(self, size, *, timeout=10.0):
         super().__init__(size, timeout=timeout)
         self._texts = [""] * size
 
     def at(self, rank):
-        return _Seat(self, rank)
+        return _RankExchange(self, rank)
 
     def exchange(self, rank, text):
         self._texts[rank] = text
@@ -51,7 +51,7 @@ class ThreadExchange(ThreadBarrier):
         return texts
 
 
-class _Seat:
+class _RankExchange:
     def __init__(self, whole, rank):
         self._whole, self._rank = whole, rank
 
@@ -63,13 +63,13 @@ class _Seat:
 
 
 def together(size, call):
-    """Call on `size` threads, and return by rank what came out, errors included."""
+    """Call on `size` threads and return the results or errors by rank."""
     outcomes = [None] * size
 
     def run(rank):
         try:
             outcomes[rank] = call(rank)
-        except BaseException as error:  # noqa: BLE001 - it is what the test is about
+        except BaseException as error:  # noqa: BLE001 - returned to the test
             outcomes[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
@@ -82,7 +82,7 @@ def together(size, call):
 
 
 def save(path, states, *, meet=ThreadExchange, hook=None, timeout=10, **kwargs):
-    """Save one state of each rank, and return the errors by rank."""
+    """Save one state per rank and return the errors by rank."""
     size = len(states)
     barrier = meet(size) if meet is not None and size > 1 else None
 
@@ -100,19 +100,19 @@ def save(path, states, *, meet=ThreadExchange, hook=None, timeout=10, **kwargs):
 
 
 def saved(path, states, **kwargs):
-    """Save, which must succeed."""
+    """Save and raise the first error."""
     for error in save(path, states, **kwargs):
         if error is not None:
             raise error
 
 
 def load(path, rank=0, size=1, state=None, **kwargs):
-    """Load as one rank of many."""
+    """Load as one rank."""
     return CheckpointReader(RankInfo(rank, size)).read(str(path), state, **kwargs)
 
 
 def same(one, two):
-    """Tell whether two states are equal, types and bits included."""
+    """Whether two states are equal, including types and bits."""
     if isinstance(one, OrderedDict):
         one = dict(one)
     if isinstance(one, torch.Tensor):
@@ -141,7 +141,7 @@ def same_tensor(one, two):
 
 
 def trained():
-    """A small model and its optimizer, with state."""
+    """Return a small model and its optimizer after one step."""
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(torch.randn(4, 5)).square().sum().backward()
@@ -150,7 +150,7 @@ def trained():
 
 
 def mixed(rank, step=0):
-    """A state of which ranks hold some alike and some of their own."""
+    """Return a state with replicated and per-rank parts."""
     generator = torch.Generator().manual_seed(step)
     return {
         "model": {
@@ -165,17 +165,17 @@ def mixed(rank, step=0):
 
 
 def plain(state):
-    """The state without its marks, as it is loaded."""
+    """Return the state without markers, as load() returns it."""
     return {key: each.value if isinstance(each, PerRank) else each for key, each in state.items()}
 
 
 def state_of(step):
-    """A small state that tells its step."""
+    """Return a small state that contains its step."""
     return {"weight": torch.full((50,), float(step)), "step": step}
 
 
 def damage(path):
-    """Flip a bit of a checkpoint's data: its length stays as it was."""
+    """Flip a bit of a checkpoint's data without changing its length."""
     (file,) = [each for each in os.listdir(path) if each.startswith("rank0")]
     with open(os.path.join(path, file), "r+b") as data:
         data.seek(-1, os.SEEK_END)
@@ -185,7 +185,7 @@ def damage(path):
 
 
 def filled(path, steps, **options):
-    """A folder with a checkpoint of each step."""
+    """Return a manager whose directory has a checkpoint of each step."""
     folder = CheckpointManager(path, **options)
     for step in steps:
         folder.save(step, state_of(step))
@@ -193,5 +193,5 @@ def filled(path, steps, **options):
 
 
 def names(path):
-    """What is in a folder, but for its lock."""
+    """Return the entries of a directory except its lock."""
     return sorted(name for name in os.listdir(path) if name != ".saving")

@@ -1,4 +1,4 @@
-"""Saving while training goes on: what is saved is what was there when it was copied."""
+"""Asynchronous saves: the checkpoint holds the state as it was when staged."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ from .writers import checkpointer, late, stopped, wait_until
 
 
 def state(rank=0, step=0):
-    """Something of every kind."""
+    """Return a state with tensors and values of every kind."""
     generator = torch.Generator().manual_seed(step)
     model = {
         "weight": torch.randn(700, 1001, generator=generator),
@@ -46,7 +46,7 @@ def state(rank=0, step=0):
 
 
 def wreck(value):
-    """Change all tensors of a state in place, as the next step of a training does."""
+    """Change all tensors of a state in place, as the next training step does."""
     if isinstance(value, torch.Tensor):
         value.zero_()
     elif isinstance(value, Replicated | PerRank):
@@ -63,12 +63,12 @@ def unmarked(state):
 
 
 @pytest.mark.parametrize(("size", "in_background"), [(1, True), (2, False), (4, True)])
-def test_what_is_saved_is_what_was_there(writers, tmp_path, size, in_background):
+def test_checkpoint_holds_the_state_at_staging_time(writers, tmp_path, size, in_background):
     path = str(tmp_path / "c")
 
     def save(rank):
         with checkpointer(writers[rank], rank, size, in_background=in_background) as made:
-            for step in range(2):  # the second goes into the same memory
+            for step in range(2):  # the second reuses the staging buffer
                 mine = state(rank, step)
                 staging, writing = made.save(path, mine, size=size, timeout=60)
                 staging.result(60)
@@ -80,11 +80,11 @@ def test_what_is_saved_is_what_was_there(writers, tmp_path, size, in_background)
     for rank, report in enumerate(reports):
         assert same(plain(unmarked(state(rank, 1))), load(path, rank, size)[0])
         assert report.bytes_written > 700 * 1001 * 4 / size * 0.9
-        if size > 1:  # of what is alike, a rank copies no more than its part
+        if size > 1:  # a rank stages only its shard of replicated state
             assert report.bytes_staged < 700 * 1001 * 4 / size + 300 * 400 * 4 + (1 << 20)
 
 
-def test_large_tensors_that_change_while_they_are_copied_fail_the_save(writers, tmp_path):
+def test_tensor_modified_during_staging_fails_the_save(writers, tmp_path):
     weight, mean = torch.ones(1 << 17), torch.ones(5)
     with checkpointer(writers[0]) as made, late(made):
         staging, writing = made.save(str(tmp_path / "c"), {"model": {"weight": weight}})
@@ -96,16 +96,16 @@ def test_large_tensors_that_change_while_they_are_copied_fail_the_save(writers, 
     assert not (tmp_path / "c").exists()
     with checkpointer(writers[0]) as made, late(made):
         _, writing = made.save(str(tmp_path / "c"), {"weight": weight, "mean": mean})
-        mean.add_(1)  # as a norm does in a forward pass
+        mean.add_(1)  # as batch norm does in forward
     writing.result(60)
     assert load(tmp_path / "c")[0]["mean"].tolist() == [1] * 5
 
 
-def test_paths_are_those_of_the_rank(writers, tmp_path, monkeypatch):
+def test_paths_are_resolved_in_the_rank_process(writers, tmp_path, monkeypatch):
     odd = os.fsdecode(b"not \xff Unicode")
     with checkpointer(writers[0]) as made:
         writers[0].process_creation_future.result(60)
-        monkeypatch.chdir(tmp_path)  # the process has been started elsewhere
+        monkeypatch.chdir(tmp_path)  # the writer process has another working directory
         for path in (odd, Path("a") / "c"):
             made.save(path, {"w": torch.ones(3)})[1].result(60)
             assert load(tmp_path / path)[0]["w"].tolist() == [1, 1, 1]
@@ -116,7 +116,7 @@ def test_paths_are_those_of_the_rank(writers, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == sorted(["a", odd, f"{odd}.txt"])
 
 
-def test_threads_save_one_after_the_other(writers, tmp_path):
+def test_concurrent_saves_from_threads_are_serialized(writers, tmp_path):
     with checkpointer(writers[0]) as made:
         (tmp_path / "file").touch()
 
@@ -127,7 +127,7 @@ def test_threads_save_one_after_the_other(writers, tmp_path):
                 try:
                     made.save(str(folder / f"{thread}-{i}"), {"step": i})
                 except SaveFailed as error:
-                    told += len(error.__notes__)  # of this call, and of every other that failed
+                    told += len(error.__notes__)  # one note per failed save
             return told
 
         told = sum(together(4, save))
@@ -137,7 +137,7 @@ def test_threads_save_one_after_the_other(writers, tmp_path):
         assert len(os.listdir(tmp_path / "good")) == 64
 
 
-def test_saves_that_come_faster_than_the_disk_wait(writers, tmp_path, caplog):
+def test_saves_wait_for_pending_saves(writers, tmp_path, caplog):
     process = writers[0]
     process.process_creation_future.result(60)
     with checkpointer(process) as made, stopped(process):
@@ -155,7 +155,7 @@ def test_saves_that_come_faster_than_the_disk_wait(writers, tmp_path, caplog):
     assert "waits for 2 pending saves" in caplog.text
 
 
-def test_progress_is_told(writers, tmp_path):
+def test_progress_and_report(writers, tmp_path):
     process = writers[0]
     with checkpointer(process) as made:
         assert made.progress() is None
@@ -177,10 +177,10 @@ def test_progress_is_told(writers, tmp_path):
         assert (told.bytes_written, told.bytes_total) == (4000, 4000)
 
 
-def test_a_save_that_begins_anew_has_written_nothing():
+def test_restarted_save_resets_its_progress():
     meter = ProgressMeter()
     meter.restart()
-    for _ in range(2):  # as when others were still at the one before
+    for _ in range(2):  # as when other ranks were still at the previous save
         meter.enter("writing")
         meter.expect(300)
         meter.wrote(100)
@@ -189,7 +189,7 @@ def test_a_save_that_begins_anew_has_written_nothing():
     assert (told.bytes_written, told.bytes_total) == (300, 300)
 
 
-def test_a_copy_is_written_once(writers, tmp_path):
+def test_staged_copy_is_written_only_once(writers, tmp_path):
     stager = DefaultStager(CheckpointStagerConfig(use_async_staging=False))
     copy = stager.stage({"w": torch.ones(3)})
     writers[0].write(copy, str(tmp_path / "c")).result(60)
@@ -201,7 +201,7 @@ def test_a_copy_is_written_once(writers, tmp_path):
 
 
 class Duplicate(CheckpointStager):
-    """A stager as a user might write one."""
+    """A user-defined stager."""
 
     def stage(self, state_dict, **kwargs):
         del kwargs
@@ -213,10 +213,10 @@ class Duplicate(CheckpointStager):
         pass
 
 
-def test_a_stager_of_ones_own(writers, tmp_path):
+def test_custom_stager(writers, tmp_path):
     with checkpointer(writers[0]) as made:
         made._checkpoint_stager = Duplicate()
-        made.prepare({"w": torch.ones(3)}).result(1)  # which it cannot, and need not
+        made.prepare({"w": torch.ones(3)}).result(1)  # a no-op for this stager
         weight = torch.ones(3)
         staging, writing = made.save(str(tmp_path / "c"), {"w": weight})
         staging.result(1)
@@ -231,14 +231,14 @@ class Celsius:
         self.degrees = degrees
 
 
-def test_a_codec_need_not_be_known_to_the_process(writers, tmp_path):
+def test_codec_registered_only_in_the_rank_process(writers, tmp_path):
     register_codec("celsius", Celsius, encode=lambda c: {"c": c.degrees}, decode=lambda d: d["c"])
     with checkpointer(writers[0]) as made:
         made.save(str(tmp_path / "c"), {"t": Replicated([Celsius(torch.ones(2))])})[1].result(60)
         assert load(tmp_path / "c")[0]["t"][0].tolist() == [1, 1]
 
 
-def test_a_state_of_nothing(writers, tmp_path):
+def test_empty_state(writers, tmp_path):
     with checkpointer(writers[0]) as made:
         for empty in ({}, {"a": [], "b": torch.zeros(0, 3)}):
             made.save(str(tmp_path / "c"), empty)[1].result(60)
@@ -246,17 +246,17 @@ def test_a_state_of_nothing(writers, tmp_path):
             assert made.last_report.bytes_written == made.last_report.bytes_staged == 0
 
 
-def test_arguments_for_the_writer_are_plain_values(writers, tmp_path):
+def test_writer_arguments_must_be_plain_values(writers, tmp_path):
     with checkpointer(writers[0]) as made:
         with pytest.raises(InvalidArgument, match="extra is a tensor"):
             made.save(str(tmp_path / "c"), {"step": 1}, extra=torch.ones(2))
         with pytest.raises(UnsupportedState, match="extra"):
             made.save(str(tmp_path / "c"), {"step": 1}, extra=object())
         _, writing = made.save(str(tmp_path / "c"), {"step": 1}, unknown=1)
-        writing.result(60)  # ours takes any for the hook
+        writing.result(60)  # unknown arguments go to the hook
 
 
-def test_wrapped_futures():
+def test_wrap_future():
     assert wrap_future(3).result(0) is None
     original = Future()
     wrapped = wrap_future(original)

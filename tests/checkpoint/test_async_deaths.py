@@ -1,4 +1,4 @@
-"""What an asynchronous save leaves when somebody dies, and when the interpreter just ends.
+"""Asynchronous saves when a rank or writer is killed, and at interpreter exit.
 
 With PHALANX_SOAK set (``make soak``), writers and ranks are killed a hundred times each.
 """
@@ -32,17 +32,17 @@ from .states import load, same, saved
 
 SOAK = "PHALANX_SOAK" in os.environ
 ROUNDS, KILLS = (10, 10) if SOAK else (1, 1)
-"""How often two ranks start anew, and in how many saves of each time somebody is killed."""
+"""Number of restarts of two ranks, and of saves with a kill after each."""
 LONGEST = 0.1
-"""Seconds before somebody is; a save takes about as long."""
+"""Longest time until the kill in seconds; about the duration of a save."""
 DEATHS = 100 if SOAK else 2
-"""How often ranks are killed."""
+"""Number of times ranks are killed."""
 GRACE = 5.0 if SOAK else 0.5
-"""Seconds that the others have to find out by themselves, before a launcher would end them."""
+"""Seconds for the other ranks to detect the death before they are killed, too."""
 
 
 def make(rank, size, port=None):
-    """Make a checkpointer, with a barrier if there is a port for it."""
+    """Return a checkpointer, with a barrier if a port is given."""
     place = {"global_rank": rank, "global_world_size": size}
     address = {"master_address": "localhost", "tcpstore_port": port, "barrier_prefix": "c"}
     patience = {"timeout_barrier_init_secs": 40, "timeout_secs": 40}
@@ -64,15 +64,15 @@ def die_in_the_middle_of_a_save(ctx, path, note):
     checkpointer = make(0, 1)
     checkpointer.save(path, state(1))[1].result(60)
     process = checkpointer._checkpoint_process.process
-    os.kill(process.pid, signal.SIGSTOP)  # so that it is certain to be in the middle
+    os.kill(process.pid, signal.SIGSTOP)  # so the save is certainly unfinished
     checkpointer.save(path, state(2))[0].result(10)
     with open(note, "w") as file:
         file.write(str(process.pid))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_is_killed_leaves_no_process(ranks, tmp_path):
-    """And so no memory: that has no name, and goes with the last process that has it open."""
+def test_killed_rank_leaves_no_writer_process(ranks, tmp_path):
+    """Nor memory: it is anonymous and freed with the last process that maps it."""
     path, note = str(tmp_path / "c"), tmp_path / "pid"
     (outcome,) = ranks.run(
         die_in_the_middle_of_a_save, 1, args=(path, str(note)), timeout=90, expect_dead=[0]
@@ -86,7 +86,7 @@ def test_a_rank_that_is_killed_leaves_no_process(ranks, tmp_path):
 
 
 def is_there(pid):
-    """Tell whether a process has a thread left, for as long as that its files are open."""
+    """Whether a process still has a thread and therefore open files."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -109,7 +109,7 @@ checkpointer.save(sys.argv[1], large)
 
 
 @pytest.mark.slow
-def test_an_interpreter_that_ends_loses_no_save_silently(tmp_path):
+def test_interpreter_exit_loses_no_save_silently(tmp_path):
     (tmp_path / "file").touch()
     paths = [str(tmp_path / "c"), str(tmp_path / "file" / "c"), str(tmp_path / "d")]
     done = subprocess.run(
@@ -138,7 +138,7 @@ print(checkpointer.save(sys.argv[1], {"step": 1})[1].exception(60))
 
 
 @pytest.mark.slow
-def test_a_script_that_would_run_twice_is_told(tmp_path):
+def test_script_without_main_guard_is_reported(tmp_path):
     (tmp_path / "script.py").write_text(UNGUARDED)
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py", tmp_path / "c"],
@@ -153,7 +153,7 @@ def test_a_script_that_would_run_twice_is_told(tmp_path):
 
 
 def save_steps(ctx, folder, first, kills, seed, port):
-    """Save step after step; writers are killed in the middle of every other one."""
+    """Save step after step; kill writers during every other save."""
     checkpointer = make(ctx.rank, ctx.size, port)
     outcomes = {}
     draw = random.Random(seed)
@@ -173,9 +173,9 @@ def save_steps(ctx, folder, first, kills, seed, port):
 
 
 def kill_at_random(ranks, folder, *, rounds, kills, seed):
-    """Kill writers at random instants of saves by two ranks; the newest checkpoint is whole.
+    """Kill writers at random times during saves by two ranks; check the newest checkpoint.
 
-    Every other time ranks meet at a barrier whose store is in the writer of rank 0.
+    Every other round uses a barrier whose store is in the writer process of rank 0.
     """
     for turn in range(rounds):
         first = 2 * turn * kills
@@ -184,10 +184,10 @@ def kill_at_random(ranks, folder, *, rounds, kills, seed):
         told = ranks.run(save_steps, 2, args=arguments, timeout=240)
         where = f"seed {seed + turn}, port {port}: {told}"
         assert [outcomes[first] for outcomes in told] == [None, None], where
-        if port is None:  # a store that dies with a writer costs the save after that, too
-            for step in range(first, first + 2 * kills, 2):  # nobody was killed in these
+        if port is None:  # a store that dies with a writer also fails the next save
+            for step in range(first, first + 2 * kills, 2):  # saves without a kill
                 assert [outcomes[step] for outcomes in told] == [None, None], where
-        # Once it is in place, a rank may be dead before it says so; no other step can be there.
+        # A rank may die after the commit and before it reports it.
         done = [step for outcomes in told for step, error in outcomes.items() if error is None]
         newest = load(f"{folder}/c")[0]
         assert max(done) <= newest["step"] < first + 2 * kills, where
@@ -197,7 +197,7 @@ def kill_at_random(ranks, folder, *, rounds, kills, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600 if SOAK else 300)
-def test_writers_are_killed_at_random_instants(ranks, tmp_path):
+def test_writers_killed_at_random_times(ranks, tmp_path):
     kill_at_random(ranks, str(tmp_path), rounds=ROUNDS, kills=KILLS, seed=random.randrange(10**6))
 
 
@@ -206,10 +206,10 @@ def own_state(rank, step, weight):
 
 
 def train_until_killed(ctx, folder, first, seed, victims, port):
-    """Save step after step, two at a time; the victims die at some instant of it.
+    """Save step after step, two at a time; the victims die at a random time.
 
-    Some take their writer with them, from the others the kernel takes it. Who finds that a save has
-    failed is killed, too, and so is who does not in time. Tensors change as soon as they may.
+    Some kill their writer first, for the others the kernel does. A rank that sees a failed save is
+    killed, too, as is one that does not see it in time. Tensors change as soon as staging ends.
     """
     checkpointer = make(ctx.rank, ctx.size, port)
     draw, notes = random.Random(seed + ctx.rank), Path(folder, str(ctx.rank))
@@ -241,15 +241,15 @@ def die(seconds, writer):
 
 
 def notes_of(folder):
-    """Return what ranks have left: the pids of their writers, and the last step known as saved."""
+    """Return the pids of the ranks' writers and the last step reported as saved."""
     texts = [Path(folder, str(rank)).read_text() for rank in range(2)]
-    notes = [text[: text.rindex("\n")].split()[-2:] for text in texts]  # of whole lines
+    notes = [text[: text.rindex("\n")].split()[-2:] for text in texts]  # complete lines only
     return [int(pid) for pid, _ in notes], max(int(step) for _, step in notes)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600 if SOAK else 300)
-def test_ranks_are_killed_at_random_instants(ranks, tmp_path):
+def test_ranks_killed_at_random_times(ranks, tmp_path):
     folder, newest = str(tmp_path), 0
     for death in range(DEATHS):
         seed = random.randrange(10**6)
@@ -264,9 +264,9 @@ def test_ranks_are_killed_at_random_instants(ranks, tmp_path):
             assert time.monotonic() < limit, f"a writer has outlived its rank: {where}"
             time.sleep(0.01)
         newest = load(f"{folder}/c")[0]["step"]
-        assert told <= newest <= told + 2, where  # two may be in place that nobody was told of
+        assert told <= newest <= told + 2, where  # up to two commits may be unreported
         check_whole(f"{folder}/c", newest)
-        newest += 1  # and another job can save there at once
+        newest += 1  # another job can save there at once
         weight = torch.full((300, 1000), float(newest))
         saved(f"{folder}/c", [own_state(rank, newest, weight) for rank in range(2)], meet=None)
         check_whole(f"{folder}/c", newest)

@@ -1,4 +1,4 @@
-"""Asynchronous saves that fail, and processes that die, do not start or do not end."""
+"""Failed asynchronous saves, and writer processes that die, do not start or do not exit."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ from .states import load, together
 from .writers import any_size, checkpointer, make_process, stopped, wait_until
 
 
-def test_a_failed_write_is_told_and_survived(writers, tmp_path):
+def test_failed_write_is_raised_and_the_writer_survives(writers, tmp_path):
     (tmp_path / "file").touch()
     with checkpointer(writers[0]) as made:
         _, writing = made.save(str(tmp_path / "file" / "c"), {"step": 1})
@@ -42,7 +42,7 @@ def test_a_failed_write_is_told_and_survived(writers, tmp_path):
         assert made.last_report is not None
 
 
-def test_a_mistake_found_by_the_writer_process_keeps_its_class(writers, tmp_path):
+def test_error_from_the_writer_process_keeps_its_class(writers, tmp_path):
     with checkpointer(writers[0]) as made:
         _, writing = made.save(str(tmp_path / "c"), {"step": 1}, size=0)
         with pytest.raises(InvalidArgument, match=r"^rank must be in \[0, 0\)"):
@@ -74,7 +74,7 @@ def test_a_write_that_fails_while_failures_are_collected_is_not_lost(writers):
         assert str(error) == "disk full"
 
 
-def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(writers, tmp_path):
+def test_unobserved_failure_is_raised_by_the_next_save(writers, tmp_path):
     (tmp_path / "file").touch()
     with checkpointer(writers[0]) as made:
         _, writing = made.save(str(tmp_path / "file" / "c"), {"step": 1})
@@ -82,12 +82,12 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(writers, tmp
         with pytest.raises(SaveFailed, match="FileExistsError") as raised:
             made.save(str(tmp_path / "c"), {"step": 2})
         assert "still being saved" in raised.value.__notes__[-1]
-        _, writing = made.save(str(tmp_path / "d"), {"step": 3})  # once is enough
+        _, writing = made.save(str(tmp_path / "d"), {"step": 3})  # raised only once
         writing.result(60)
         assert load(tmp_path / "c")[0] == {"step": 2}
 
 
-def test_a_failure_that_somebody_asked_for_is_not(writers, tmp_path):
+def test_observed_failure_is_not_raised_again(writers, tmp_path):
     (tmp_path / "file").touch()
     with checkpointer(writers[0]) as made:
         _, writing = made.save(str(tmp_path / "file" / "c"), {"step": 1})
@@ -95,7 +95,7 @@ def test_a_failure_that_somebody_asked_for_is_not(writers, tmp_path):
         made.save(str(tmp_path / "c"), {"step": 2})[1].result(60)
 
 
-def test_when_one_rank_has_nothing_to_save_all_raise(writers, tmp_path):
+def test_unsupported_state_on_one_rank_is_raised_on_all(writers, tmp_path):
     def save(rank):
         with checkpointer(writers[rank], rank, 2) as made:
             mine = {"step": 1, "odd": object() if rank == 1 else 0}
@@ -109,7 +109,7 @@ def test_when_one_rank_has_nothing_to_save_all_raise(writers, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_arguments_that_are_wrong_on_one_rank_fail_the_save_on_all(writers, tmp_path):
+def test_bad_arguments_on_one_rank_fail_the_save_on_all(writers, tmp_path):
     def save(rank):
         with checkpointer(writers[rank], rank, 2) as made:
             more = {"extra": torch.ones(2)} if rank == 1 else {}
@@ -122,9 +122,9 @@ def test_arguments_that_are_wrong_on_one_rank_fail_the_save_on_all(writers, tmp_
 
 
 @pytest.mark.parametrize("wrong", [{"path": None}, {"path": b"c"}, {"extra": object()}])
-def test_a_save_that_cannot_begin_counts_as_one(writers, tmp_path, wrong):
-    """Else the next ones would have other numbers than on ranks where nothing was wrong, and what
-    is saved in one would be put together with what these save in another."""
+def test_save_that_cannot_start_still_takes_a_number(writers, tmp_path, wrong):
+    """Otherwise save numbers would differ between ranks, and parts of different saves would be
+    combined into one checkpoint."""
     process = writers[1]
     with checkpointer(process, 1, 2) as made:
         before = process._save_number
@@ -134,7 +134,7 @@ def test_a_save_that_cannot_begin_counts_as_one(writers, tmp_path, wrong):
         assert process._save_number == before + 1
 
 
-def test_the_process_is_killed(writers, tmp_path):
+def test_killed_writer_process_is_replaced(writers, tmp_path):
     process = writers[0]
     with checkpointer(process) as made:
         process.process_creation_future.result(60)
@@ -217,7 +217,7 @@ def test_a_restarted_writer_of_any_signature_is_at_the_same_save(tmp_path):
 
 
 @pytest.mark.usefixtures("foreground")
-def test_after_close_nothing_is_saved(tmp_path):
+def test_close_waits_for_saves_and_rejects_new_ones(tmp_path):
     process = make_process()
     with checkpointer(process) as made:
         (tmp_path / "file").touch()
@@ -229,7 +229,7 @@ def test_after_close_nothing_is_saved(tmp_path):
                 made.close()
             assert not good.done()
         with pytest.raises(SaveFailed, match="FileExistsError"):
-            made.close()  # having waited for both
+            made.close()  # waits for both
         assert good.done()
         assert load(tmp_path / "c")[0] == {"step": 1}
         assert process.process.poll() == 0
@@ -241,16 +241,16 @@ def test_after_close_nothing_is_saved(tmp_path):
             process.write({"step": 2}, str(tmp_path / "c"))
 
 
-def test_close_does_not_wait_for_ever(tmp_path):
+def test_close_abandons_saves_after_its_timeout(tmp_path):
     process = make_process(subprocess_shutdown_timeout_secs=0.01, subprocess_kill_grace_secs=0.01)
-    assert not process.process_creation_future.cancel()  # nor does it harm anybody
+    assert not process.process_creation_future.cancel()  # has no effect
     process.process_creation_future.result(60)
     never = Future()  # of a stager that hangs
     writing = process.write(never, str(tmp_path / "c"))
     process.close()
     with pytest.raises(SaveTimeout, match=r"was abandoned: still pending 0.01 s after close"):
         writing.result(60)
-    never.set_result({"step": 1})  # now it comes, and finds nobody
+    never.set_result({"step": 1})  # too late
     assert process._writer_thread._ended.wait(30)
     assert process.process is None or process.process.poll() is not None
     assert not (tmp_path / "c").exists()
@@ -261,7 +261,7 @@ def no_writer(rank_info, reason):
     raise ValueError(reason)
 
 
-def test_a_process_that_cannot_start_says_why(tmp_path):
+def test_writer_process_that_cannot_start_names_the_cause(tmp_path):
     process = make_process(writer=no_writer, arguments={"reason": "no ink"})
     with checkpointer(process) as made:
         _, writing = made.save(str(tmp_path / "c"), {"step": 1})
@@ -275,15 +275,15 @@ def test_a_process_that_cannot_start_says_why(tmp_path):
 
 
 def second_time(rank_info, marker):
-    """Make a writer, but not at the first attempt, as on a machine that is too busy."""
+    """Return a writer, but raise on the first attempt, as on an overloaded machine."""
     if not os.path.exists(marker):
         Path(marker).touch()
         raise TimeoutError("too busy")
     return any_size(rank_info)
 
 
-def test_a_start_that_fails_once_does_not_cost_a_save(tmp_path):
-    """Other ranks, which cannot know of it, would wait for this one."""
+def test_failed_start_of_the_writer_is_retried(tmp_path):
+    """Other ranks would wait for this one until the timeout."""
     process = make_process(writer=second_time, arguments={"marker": str(tmp_path / "marker")})
     assert "too busy" in str(process.process_creation_future.exception(60))
     with checkpointer(process) as made:

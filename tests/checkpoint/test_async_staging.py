@@ -1,4 +1,4 @@
-"""Copies of states, without a process that writes them."""
+"""Staging of states, without a writer process."""
 
 import gc
 import mmap
@@ -28,7 +28,7 @@ def state():
     return {"w": torch.randn(1000, 300), "b": [torch.randn(7).half(), 3, None], "e": torch.ones(0)}
 
 
-def test_out_of_the_box_a_copy_is_a_future():
+def test_default_stager_returns_a_future():
     made = DefaultStager()
     copied = made.stage(state())
     assert isinstance(copied, Future)
@@ -39,7 +39,7 @@ def test_out_of_the_box_a_copy_is_a_future():
 
 
 @pytest.mark.parametrize("use_shared_memory", [True, False])
-def test_a_copy_is_a_state_of_its_own(use_shared_memory):
+def test_staged_copy_is_independent(use_shared_memory):
     made, mine = stager(use_shared_memory=use_shared_memory), state()
     copy = made.stage(mine)
     assert same(mine, dict(copy))
@@ -47,10 +47,10 @@ def test_a_copy_is_a_state_of_its_own(use_shared_memory):
     mine["w"].zero_()
     assert torch.equal(copy["w"], before)
     made.close()
-    assert torch.equal(copy["w"], before)  # the memory stays as long as somebody has it
+    assert torch.equal(copy["w"], before)  # the copy keeps its memory alive
 
 
-def test_memory_is_used_again_once_nobody_has_the_copy():
+def test_buffer_is_reused_after_the_copy_is_released():
     made = stager()
     copy = made.stage(state())
     address = copy["w"].data_ptr()
@@ -62,7 +62,7 @@ def test_memory_is_used_again_once_nobody_has_the_copy():
     made.close()
 
 
-def test_room_that_was_prepared_is_taken():
+def test_prepared_buffer_is_used():
     made, mine = stager(), state()
     made.prepare(mine).result(10)
     copy = made.stage(mine)
@@ -74,7 +74,7 @@ def test_room_that_was_prepared_is_taken():
     made.close()
 
 
-def test_memory_that_grows_keeps_what_others_have_of_it():
+def test_growing_buffer_keeps_existing_views():
     made = stager()
     first = made.stage({"w": torch.ones(10)})["w"][2:]
     larger = made.stage({"w": torch.full((10**6,), 2.0)})
@@ -83,8 +83,8 @@ def test_memory_that_grows_keeps_what_others_have_of_it():
     made.close()
 
 
-def test_memory_comes_back_whoever_is_taking_some():
-    """As it does where the garbage that is collected has a copy in it."""
+def test_buffer_can_be_returned_while_the_pool_lock_is_held():
+    """As when the garbage collector frees a copy at any point."""
     made = stager()
     copy = made.stage(state())
     with made._pool._lock:
@@ -94,18 +94,18 @@ def test_memory_comes_back_whoever_is_taking_some():
     made.close()
 
 
-def test_several_threads_copy_a_large_state(monkeypatch):
+def test_large_state_is_copied_by_several_threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     made = stager()
     mine = {"w": torch.arange(12_345_678), "b": torch.ones(3)}
-    for _ in range(2):  # into memory that is not there, and that is
+    for _ in range(2):  # into unmapped, then into mapped pages
         copy = made.stage(mine)
         assert torch.equal(copy["w"], mine["w"])
         del copy
     made.close()
 
 
-def test_a_rank_copies_its_part_only():
+def test_rank_stages_only_its_shard():
     whole = {"w": torch.arange(3_000_000)}
     parts = []
     for rank in range(3):
@@ -117,31 +117,31 @@ def test_a_rank_copies_its_part_only():
     assert torch.equal(torch.cat(parts), whole["w"])
 
 
-def test_a_change_that_is_under_way_when_the_copy_ends_is_noticed():
-    """Torch counts a change when it is over; until then it is no more than other bytes."""
+def test_concurrent_write_without_a_version_bump_is_detected():
+    """torch bumps the version after a write, so a write in progress shows only in the bytes."""
     made, weight = DefaultStager(), torch.zeros(3_000_000)
     columns = torch.arange(420_000.0).view(600, 700).t()
     event = threading.Event()
     made._thread.submit(event.wait)
     copied = made.stage({"w": weight, "columns": columns})
-    weight.numpy()[1_000_000:1_020_000] = 1  # by one of three threads, say
+    weight.numpy()[1_000_000:1_020_000] = 1
     event.set()
     with pytest.raises(SaveFailed, match="w was changed while it was copied"):
         copied.result(10)
     wanted = columns.clone()
     copied = made.stage({"columns": columns})
-    columns.numpy()[:] = 0  # at once, whatever its size: nobody would notice
+    columns.numpy()[:] = 0  # non-contiguous tensors were already copied by stage()
     assert torch.equal(copied.result(10)["columns"], wanted)
     made.close()
 
 
-def test_a_tensor_of_an_inference_has_no_versions():
+def test_inference_tensor_is_staged():
     with torch.inference_mode():
         mine = {"w": torch.ones(3)}
     assert dict(stager().stage(mine))["w"].tolist() == [1, 1, 1]
 
 
-def test_memory_that_may_still_be_written_to_is_not_used_again(monkeypatch):
+def test_buffer_of_an_interrupted_copy_is_not_reused(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     made, mine, before = stager(), {"w": torch.ones(12_000_000)}, StagingBuffer.put
 
@@ -158,10 +158,10 @@ def test_memory_that_may_still_be_written_to_is_not_used_again(monkeypatch):
     assert same(mine, dict(made.stage(mine)))
 
 
-def test_memory_that_cannot_be_had_is_an_error_of_the_save():
+def test_failed_allocation_fails_the_save():
     made, mine = stager(), state()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # of memory, too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # also limits memfd
     try:
         with pytest.raises(
             SaveFailed, match="cannot allocate .* bytes to stage the state: .*File too large"
@@ -177,13 +177,13 @@ def test_memory_that_cannot_be_had_is_an_error_of_the_save():
 
 
 @pytest.mark.parametrize("size", [1000, 10**6, 10**7])
-def test_a_tensor_without_its_memory_is_an_error_of_the_save(size):
+def test_tensor_with_freed_storage_fails_the_save(size):
     made = DefaultStager()
     made.prepare(size * 8).result(10)
     event = threading.Event()
     made._thread.submit(event.wait)
     weight = torch.ones(size)
-    if size == 1000:  # which is copied at once
+    if size == 1000:  # small tensors are copied synchronously
         weight.untyped_storage().resize_(4)
         with pytest.raises(SaveFailed, match="w has no values .* resized to 4 bytes"):
             made.stage({"w": weight})
@@ -198,12 +198,12 @@ def test_a_tensor_without_its_memory_is_an_error_of_the_save(size):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_has_neither_threads_nor_memory_of_ours():
+def test_forked_child_does_not_use_threads_or_memory_of_the_parent():
     made, mine = stager(), {"w": torch.ones(1 << 20)}
     copy = made.stage(mine)
     wait_for_pages(copy.buffer)
     pid = os.fork()
-    if pid == 0:  # everything is caught, and told by the code
+    if pid == 0:  # the exit code is the result
         os._exit(fork_is_right(made, copy))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert copy["w"].all()
@@ -214,7 +214,7 @@ def fork_is_right(made, copy):
     try:
         made.stage({"w": torch.zeros(1 << 20)})
     except InvalidState:
-        others = [mmap.mmap(-1, 1 << 20) for _ in range(1000)]  # wherever there is a gap
+        others = [mmap.mmap(-1, 1 << 20) for _ in range(1000)]  # fill address space gaps
         made.close()
         del made, copy
         gc.collect()
@@ -239,9 +239,9 @@ def many():
     return tensors
 
 
-def test_tensors_of_all_sizes_are_copied_to_memory_with_and_without_pages():
+def test_tensors_of_all_sizes_are_staged():
     made, mine = DefaultStager(), many()
-    for _ in range(2):  # the second copy finds its pages
+    for _ in range(2):  # the second copy uses mapped pages
         copy = made.stage(mine).result(10)
         assert same({**mine}, dict(copy))
         wait_for_pages(copy.buffer)

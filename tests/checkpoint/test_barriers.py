@@ -37,7 +37,7 @@ from .barrier_tools import LONG, tcp
 
 
 @pytest.mark.parametrize("name", ["Barrier", "BarrierConfig", "TCPStoreBarrier", "DistBarrier"])
-def test_constructors_take_what_upstreams_take(name):
+def test_constructor_signatures_match_upstream(name):
     theirs = inspect.signature(getattr(upstream, name)).parameters
     ours = inspect.signature(getattr(barriers, name)).parameters
     shared = list(ours.values())[: len(theirs)]
@@ -48,7 +48,7 @@ def test_constructors_take_what_upstreams_take(name):
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in added)
 
 
-def test_every_name_of_upstream_is_here():
+def test_every_upstream_name_exists():
     public = {
         name
         for name, value in vars(upstream).items()
@@ -63,26 +63,26 @@ def test_every_name_of_upstream_is_here():
         )
 
 
-def test_a_configuration_makes_no_barrier_by_default():
+def test_default_config_creates_no_barrier():
     assert BarrierConfig() == BarrierConfig(barrier_type=None, barrier_args={})
     assert create_barrier_from_config(BarrierConfig()) is None
 
 
-def test_an_unknown_type_is_refused_with_the_registered_ones():
+def test_unknown_barrier_type_lists_the_registered_ones():
     with pytest.raises(ValueError, match="unknown barrier_type 'tcpstore'.*'tcp_store'"):
         create_barrier_from_config(BarrierConfig("tcpstore"))
 
 
 @pytest.fixture
 def registry():
-    """Let a test register what it likes."""
+    """Restore the barrier registry after the test."""
     known = dict(BARRIER_REGISTRY)
     yield BARRIER_REGISTRY
     BARRIER_REGISTRY.clear()
     BARRIER_REGISTRY.update(known)
 
 
-def test_a_custom_barrier_is_a_class_and_a_decorator(registry):
+def test_custom_barrier_can_be_registered(registry):
     @register_barrier
     class Counting(Barrier):
         barrier_type = "counting"
@@ -99,7 +99,7 @@ def test_a_custom_barrier_is_a_class_and_a_decorator(registry):
     assert barrier.uses == 4
 
 
-def test_a_class_without_a_type_or_with_a_taken_one_is_refused():
+def test_missing_or_duplicate_barrier_type_is_rejected():
     class Nameless(Barrier):
         pass
 
@@ -130,22 +130,22 @@ def test_a_class_without_a_type_or_with_a_taken_one_is_refused():
         ({"tcpstore_port": "http"}, InvalidArgument, "from 1 to 65535, got 'http'"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(port, changes, kind, told):
+def test_bad_arguments_are_rejected_by_name(port, changes, kind, told):
     with pytest.raises(kind, match=told):
         tcp(0, 2, "bad", port, **changes)
 
 
-def test_a_timeout_beyond_the_range_of_torch_is_long(port, together):
+def test_timeout_beyond_torchs_range_is_accepted(port, together):
     both = together(2, lambda rank: tcp(rank, 2, "patient", port, timeout_secs=1e300))
     assert together(2, lambda rank: both[rank].exchange(f"{rank}")) == [["0", "1"]] * 2
 
 
-def test_a_missing_host_is_named_in_time():
+def test_missing_store_host_is_named_at_the_timeout():
     with pytest.raises(TimeoutError, match="no store at 127.0.0.1"):
         tcp(1, 2, "alone", free_port(), timeout_barrier_init_secs=0.05)
 
 
-def test_a_port_in_use_by_another_program_is_named(server):
+def test_port_in_use_is_named(server):
     with pytest.raises(RendezvousError, match=f"port {server.port} on 127.0.0.1 is in use"):
         tcp(0, 1, "taken", server.port)
 
@@ -167,7 +167,7 @@ def use_a_group(ctx, backend):
     assert group.failure() is None
 
 
-def test_a_group_barrier_passes_and_exchanges(threads):
+def test_group_barrier_executes_and_exchanges(threads):
     threads.run(use_a_group, 3, args=("local",))
 
 
@@ -184,7 +184,7 @@ def fail_and_recover(ctx, backend):
     assert error.value.round == 2
     if ctx.rank != 1:
         assert error.value.progress == {1: 1}
-    # In the store, now: without rank 1 again, and then with everybody.
+    # Now through the store: once without rank 1, then with all ranks.
     if ctx.rank == 1:
         ctx.store.wait(["again/0", "again/2"])
     with pytest.raises(BarrierTimeout) as error:
@@ -201,11 +201,11 @@ def fail_and_recover(ctx, backend):
     group.barrier().wait()
 
 
-def test_a_group_barrier_recovers_after_a_failure(threads):
+def test_group_barrier_recovers_after_a_failure(threads):
     threads.run(fail_and_recover, 3, args=("local",))
 
 
-def test_a_barrier_without_a_group_says_what_to_do():
+def test_missing_group_error_has_a_hint():
     with pytest.raises(InvalidState, match="Pass group=, or set the current group"):
         GroupBarrier()
     with pytest.raises(InvalidType, match="DistBarrier"):
@@ -234,7 +234,7 @@ def test_concurrent_dist_barriers_share_one_member():
 
 
 def raise_in_a_use(ctx, error):
-    """One rank's call raises out of the middle: nobody takes its next one for this."""
+    """A rank raises during a round; its next call must not be matched with that round."""
     barrier = GroupBarrier(ctx.group("local"), timeout_secs=LONG)
     barrier.execute_barrier()
     began = time.monotonic()
@@ -261,7 +261,7 @@ def interrupt():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, InvalidType])
-def test_a_rank_that_raises_in_a_group_barrier_is_not_waited_for(threads, error):
+def test_rank_that_raises_in_a_group_barrier_is_not_waited_for(threads, error):
     threads.run(raise_in_a_use, 2, args=(error,))
 
 
@@ -273,12 +273,12 @@ def mix_calls(ctx):
     assert barrier.exchange(str(ctx.rank)) == ["0", "1"]
 
 
-def test_ranks_that_mix_calls_on_a_group_are_not_missing(threads):
+def test_mixed_calls_on_a_group_report_no_missing_rank(threads):
     threads.run(mix_calls, 2)
 
 
 def form_on_some(ctx):
-    """A group that cannot be formed is no failure of the use that all have passed."""
+    """A failure to form a new group does not fail a round that all ranks passed."""
     barrier = GroupBarrier(ctx.group("local"), timeout_secs=1.0)
     if ctx.rank == 0:
         with pytest.raises(BarrierTimeout):
@@ -299,5 +299,5 @@ def full_disk():
     raise OSError("no space left on device")
 
 
-def test_a_use_passes_even_if_no_group_can_be_formed_after_it(threads):
+def test_round_passes_even_if_no_new_group_can_be_formed(threads):
     threads.run(form_on_some, 2)

@@ -1,6 +1,6 @@
-"""The guarantee of barriers: the n-th call has the same outcome on every rank.
+"""The guarantee of barriers: the nth call has the same outcome on every rank.
 
-Ranks are threads on real stores; `test_barriers_deaths` has what needs processes.
+Ranks are threads on real stores; `test_barriers_deaths` covers processes.
 """
 
 import threading
@@ -40,8 +40,8 @@ def test_no_rank_passes_before_all_have_arrived(port, together, size):
     assert said == [[f"I am {rank} é\n" for rank in range(size)]] * size
 
 
-def test_two_prefixes_on_one_port_are_two_barriers(port, together):
-    """Used in another order by each rank, and one the start of the other."""
+def test_two_prefixes_on_one_port_are_separate_barriers(port, together):
+    """Each rank uses them in another order, and one is a prefix of the other."""
 
     def body(rank):
         barriers = [tcp(rank, 2, prefix, port) for prefix in ("save", "save:at/0")]
@@ -55,7 +55,7 @@ def test_two_prefixes_on_one_port_are_two_barriers(port, together):
     together(2, body)
 
 
-def test_a_thousand_uses_leave_no_more_keys_than_ten(server, together):
+def test_number_of_store_keys_is_bounded(server, together):
     places = members(server, 2, together)
 
     def use(times):
@@ -69,8 +69,8 @@ def test_a_thousand_uses_leave_no_more_keys_than_ten(server, together):
     assert len(keys(server, places[0])) <= few
 
 
-def test_a_barrier_in_a_prefix_store_keeps_to_the_prefix(server, together):
-    """As the default group's store is."""
+def test_barrier_in_a_prefix_store_keeps_to_the_prefix(server, together):
+    """The default group's store is one."""
     store = PrefixStore("part", server)
     both = together(2, lambda rank: StoreBarrierMember(store.clone, "x", rank=rank, size=2))
     together(2, lambda rank: both[rank].wait(None, LONG))
@@ -81,8 +81,8 @@ def test_a_barrier_in_a_prefix_store_keeps_to_the_prefix(server, together):
 
 USES = st.lists(
     st.one_of(
-        st.just(frozenset()),  # everybody in time
-        st.frozensets(st.integers(0, 2), min_size=1, max_size=2),  # these come when it is over
+        st.just(frozenset()),  # all in time
+        st.frozensets(st.integers(0, 2), min_size=1, max_size=2),  # ranks that arrive too late
         st.tuples(*[st.sampled_from([0.0005, 0.001, 0.002])] * 3),  # a race
     ),
     min_size=2,
@@ -94,7 +94,7 @@ USES = st.lists(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(USES)
-def test_the_nth_call_has_the_same_outcome_on_every_rank(server, together, schedule):
+def test_nth_call_has_the_same_outcome_on_every_rank(server, together, schedule):
     size = 3
     places = members(server, size, together)
     over = [[threading.Event() for _ in range(size)] for _ in schedule]

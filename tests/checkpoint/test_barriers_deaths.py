@@ -1,4 +1,4 @@
-"""Barriers whose ranks or hosts die or stop: all other ranks raise in time."""
+"""Barriers whose ranks or store hosts die or stop: the other ranks raise in time."""
 
 import atexit
 import os
@@ -52,13 +52,13 @@ def host_dies(ctx, port):
     return time.monotonic() - began
 
 
-def test_the_death_of_the_host_is_raised_at_once(ranks):
+def test_death_of_the_store_host_is_raised_at_once(ranks):
     _, *times = ranks.run(host_dies, 3, args=(free_port(),), expect_dead=[0])
     assert max(times) < SOON
 
 
 def save_while_the_host_dies(ctx, path, port):
-    """The host is killed between the first save and the second; in its place comes another."""
+    """Kill the host between the first and the second save, then replace it."""
     writer = saver(tcp(ctx, port), ctx.rank, ctx.size)
     writer.write(path, mixed(ctx.rank, 1))
     ctx.store.set(f"saved/{ctx.rank}", "")
@@ -99,7 +99,7 @@ def await_refusal(port):
             time.sleep(0.005)
 
 
-def test_a_store_that_dies_between_two_saves_costs_one_of_them(ranks, tmp_path):
+def test_store_death_between_saves_fails_one_save(ranks, tmp_path):
     path = str(tmp_path / "c")
     _, *times = ranks.run(save_while_the_host_dies, 3, args=(path, free_port()), expect_dead=[0])
     assert max(times) < SOON
@@ -117,7 +117,7 @@ def save_twice(ctx, path, port):
     return time.monotonic() - began
 
 
-def test_a_store_that_dies_in_the_middle_of_a_save_leaves_the_one_before(ranks, tmp_path):
+def test_store_death_during_a_save_keeps_the_previous_checkpoint(ranks, tmp_path):
     path = str(tmp_path / "c")
     fault = Fault("checkpoint:written", kill(), rank=0, nth=2)
     _, took = ranks.run(save_twice, 2, args=(path, free_port()), faults=[fault])
@@ -127,7 +127,7 @@ def test_a_store_that_dies_in_the_middle_of_a_save_leaves_the_one_before(ranks, 
 
 
 def group_host_dies(ctx, port):
-    """The group's store is gone with its rank 0: that must not hold back the error."""
+    """The group's store dies with rank 0; that must not delay the error."""
     group = new_group(
         "shm",
         store=f"tcp://127.0.0.1:{port}",
@@ -154,13 +154,13 @@ def group_host_dies(ctx, port):
 
 
 @pytest.mark.skipif(native.engine is None, reason=native.why_missing)
-def test_the_death_of_a_groups_host_is_raised_at_once(ranks):
+def test_death_of_a_groups_store_host_is_raised_at_once(ranks):
     _, *times = ranks.run(group_host_dies, 3, args=(free_port(),), expect_dead=[0])
     assert max(times) < SOON
 
 
-def test_a_forked_process_does_not_disturb_its_parent():
-    """It ends as programs do, while its parent waits, and cannot use what it inherits."""
+def test_forked_child_does_not_disturb_its_parent():
+    """It exits normally while its parent waits, and cannot use the inherited barrier."""
     port = free_port()
     both = [TCPStoreBarrier(r, 2, "fork", 20, True, port, "127.0.0.1", LONG) for r in range(2)]
     root = both[0]._member.root
@@ -190,8 +190,8 @@ barrier.execute_barrier()
 """
 
 
-def test_a_host_that_exits_has_released_all_ranks():
-    """It comes last, so that it has to say so, and ends at once."""
+def test_exiting_host_has_released_all_ranks():
+    """It arrives last, so it must complete the round, and exits at once."""
     port = free_port()
     command = [sys.executable, "-c", HOST, str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as host:
@@ -200,7 +200,7 @@ def test_a_host_that_exits_has_released_all_ranks():
 
         def tell_the_host():
             watcher = dist.TCPStore("127.0.0.1", port, is_master=False)
-            watcher.wait([f"{root}progress/1"])  # which is set by a rank that waits
+            watcher.wait([f"{root}progress/1"])  # set by a waiting rank
             host.communicate("go")
 
         with ThreadPoolExecutor(1) as pool:
@@ -210,18 +210,18 @@ def test_a_host_that_exits_has_released_all_ranks():
     assert host.returncode == 0
 
 
-def test_a_host_registers_one_exit_hook_for_all_barriers():
+def test_host_registers_one_exit_hook_for_all_barriers():
     port, before = free_port(), atexit._ncallbacks()
-    for number in range(3):  # each is gone when the next is made
+    for number in range(3):  # each is garbage collected before the next
         TCPStoreBarrier(0, 1, f"{number}", 20, True, port, "127.0.0.1", LONG).execute_barrier()
     assert atexit._ncallbacks() <= before + 1
 
 
 def host_stops(ctx, port):
-    """A host that is stopped answers nobody: the deadline holds, and later all meet again.
+    """A stopped host does not answer: the timeout holds, and later rounds pass again.
 
-    Whether the others' arrivals have reached it, they cannot know: when it goes on, its own call
-    may find everybody there.
+    The others cannot know whether their arrivals reached it, so its own call may succeed once it
+    resumes.
     """
     barrier = tcp(ctx, port, timings=BarrierTimings(store_grace=0.1))
     barrier.execute_barrier()
@@ -259,7 +259,7 @@ def stop_the_host(ctx):
     ctx.store.wait(["stopped"])
 
 
-def test_a_stopped_host_does_not_void_the_deadline(ranks):
+def test_stopped_host_does_not_void_the_timeout(ranks):
     assert ranks.run(host_stops, 3, args=(free_port(),)) == [["0", "1", "2"]] * 3
 
 
@@ -268,14 +268,14 @@ def rank_dies(ctx, port):
     for _ in range(3):
         barrier.execute_barrier()
     barrier._timeout = 0.7
-    if ctx.rank == 2:  # which may have come to the third last, and says so to nobody
+    if ctx.rank == 2:  # may have been the last to arrive at the third round
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(BarrierTimeout) as error:
         barrier.execute_barrier()
     return error.value.round, error.value.progress
 
 
-def test_a_rank_that_dies_is_named(ranks):
+def test_dead_rank_is_named(ranks):
     *told, _ = ranks.run(rank_dies, 3, args=(free_port(),), expect_dead=[2])
     assert told == [(4, {2: 3})] * 2
 
@@ -295,7 +295,7 @@ def rank_dies_in_a_group(ctx):
 
 
 @pytest.mark.skipif(native.engine is None, reason=native.why_missing)
-def test_a_death_in_a_group_is_raised_at_once(ranks):
+def test_death_in_a_group_is_raised_at_once(ranks):
     *told, _ = ranks.run(rank_dies_in_a_group, 3, expect_dead=[2])
     assert [progress for progress, _ in told] == [{2: 1}] * 2
     assert max(took for _, took in told) < SOON
@@ -322,5 +322,5 @@ def meet_in_the_default_group(ctx, port):
         dist.destroy_process_group()
 
 
-def test_the_default_groups_barrier_fails_without_harm_to_the_group(ranks):
+def test_dist_barrier_timeout_does_not_break_the_default_group(ranks):
     ranks.run(meet_in_the_default_group, 2, args=(free_port(),))

@@ -32,14 +32,14 @@ def run_as_a_rank(ctx, source, folder):
         barriers.BARRIER_REGISTRY.update(known)
 
 
-def test_the_custom_barrier_runs_and_is_short(ranks, tmp_path):
+def test_documented_custom_barrier_runs_and_is_short(ranks, tmp_path):
     _, source = programs()
     assert len(source.splitlines()) <= 30
     ranks.run(run_as_a_rank, 2, args=(source, str(tmp_path)))
     assert len(list((tmp_path / "barrier-0").iterdir())) == 2
 
 
-def test_the_configuration_makes_a_barrier():
+def test_documented_config_creates_a_barrier():
     source, _ = programs()
     assert "29411" in source
     exec(source.replace("29411", str(free_port())), {})  # noqa: S102 - our own page

@@ -21,7 +21,7 @@ from .barrier_tools import (
 from .internals import StoreBarrierMember, arrival_increment
 
 
-def test_a_timeout_names_the_missing_ranks_and_their_progress(server, together):
+def test_timeout_names_the_missing_ranks_and_their_progress(server, together):
     places = members(server, 4, together)
     together(4, lambda rank: [places[rank].wait(None, LONG) for _ in range(4)])
     together(3, lambda rank: caught(places[rank].wait, None, SHORT))  # without 3
@@ -39,7 +39,7 @@ def test_a_timeout_names_the_missing_ranks_and_their_progress(server, together):
     assert isinstance(errors[0], TimeoutError)
 
 
-def test_a_rank_that_never_arrived_is_reported_as_such(server):
+def test_rank_that_never_arrived_is_reported_as_such(server):
     place = StoreBarrierMember(server.clone, "lonely", rank=0, size=3)
     error = caught(place.wait, None, SHORT)
     assert str(error).splitlines() == [
@@ -49,7 +49,7 @@ def test_a_rank_that_never_arrived_is_reported_as_such(server):
     ]
 
 
-def test_a_late_rank_does_not_pass_and_all_recover(server, together):
+def test_late_rank_does_not_pass_and_all_recover(server, together):
     places = members(server, 3, together)
     early = together(2, lambda rank: caught(places[rank].wait, "1", SHORT))
     assert {error.missing for error in early} == {(2,)}
@@ -80,7 +80,7 @@ def test_mixed_calls_fail_on_all_ranks(server, together):
     together(2, lambda rank: places[rank].wait(None, LONG))
 
 
-def test_a_recreated_barrier_joins_at_the_current_use(server, together):
+def test_recreated_barrier_joins_at_the_current_round(server, together):
     places = members(server, 2, together)
     together(2, lambda rank: places[rank].wait(None, LONG))
     for _ in range(3):
@@ -93,13 +93,13 @@ def test_a_recreated_barrier_joins_at_the_current_use(server, together):
         places[1].wait(None, LONG)
 
 
-def test_a_barrier_recreated_during_a_use_is_not_counted_twice(server, together):
+def test_barrier_recreated_during_a_round_is_not_counted_twice(server, together):
     places = members(server, 3, together, FAST)
     pool = ThreadPoolExecutor(1)
     waiting = pool.submit(places[1].wait, None, LONG)
     while b"1" not in server_value(server, places[1], "progress/1"):
         time.sleep(0.001)
-    # The one who was counted is as good as dead; in its place there is another.
+    # Replace the member that was counted.
     fresh = StoreBarrierMember(server.clone, places[1].prefix, rank=1, size=3, timings=FAST)
     with pytest.raises(InvalidState, match="rank 1: replaced by a newer barrier"):
         waiting.result(LONG / 2)
@@ -110,14 +110,12 @@ def test_a_barrier_recreated_during_a_use_is_not_counted_twice(server, together)
     together(3, lambda rank: both[rank].wait(None, LONG))
 
 
-def test_a_last_rank_that_dies_before_releasing_others_blocks_none(server, together):
-    """It was counted, so the use has passed: whoever's deadline passes first says it instead."""
+def test_last_rank_that_dies_before_releasing_others_blocks_none(server, together):
+    """It was counted, so the round passed; the first rank to time out completes it."""
     places = members(server, 3, together)
     places[2]._store.set(places[2]._progress_key, '1 "c"')
-    places[2]._store.add(
-        places[2]._count_key, arrival_increment("c")
-    )  # and nothing more is heard of it
-    # All three are counted, and rank 1, the last, is held up when it is about to say so.
+    places[2]._store.add(places[2]._count_key, arrival_increment("c"))  # then it dies
+    # All three are counted; rank 1, the last, is delayed before it completes the round.
     places[1]._complete_round = lambda *_: resumed.wait(LONG) and []
     resumed = threading.Event()
     with ThreadPoolExecutor(2) as pool:

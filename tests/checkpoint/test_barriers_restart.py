@@ -15,7 +15,7 @@ from .internals import OPEN, StoreBarrierMember, StoreConnection
 
 
 def wait_for_arrival(server, member, use):
-    """Wait until a rank has arrived at a use."""
+    """Wait until a rank has arrived at a round."""
     while not server_value(server, member, f"progress/{member.rank}").startswith(b"%d" % use):
         time.sleep(0.001)
 
@@ -28,8 +28,8 @@ def again(server, member):
     )
 
 
-def test_all_recreate_their_barriers_while_others_wait(server, together):
-    """As a program does that has made its checkpointer twice: none of the uses is lost."""
+def test_all_ranks_recreate_their_barriers_while_others_wait(server, together):
+    """As a program does that creates its checkpointer twice; no round is lost."""
     places = members(server, 3, together, FAST)
     together(3, lambda rank: places[rank].wait(None, LONG))
     with ThreadPoolExecutor(3) as pool:
@@ -43,7 +43,7 @@ def test_all_recreate_their_barriers_while_others_wait(server, together):
     assert len(keys(server, places[0])) <= 3 * 3 + 6
 
 
-def test_waiting_for_a_recreated_barrier_keeps_the_deadline(server, together):
+def test_waiting_for_a_recreated_barrier_keeps_the_timeout(server, together):
     places = members(server, 2, together, FAST)
     together(2, lambda rank: places[rank].wait(None, LONG))
     with ThreadPoolExecutor(1) as pool:
@@ -56,8 +56,8 @@ def test_waiting_for_a_recreated_barrier_keeps_the_deadline(server, together):
     assert together(2, lambda rank: both[rank].wait("3", LONG)) == [["3", "3"]] * 2
 
 
-def test_a_recreated_barrier_finds_a_use_that_ended_without_a_cause(server, together):
-    """Its predecessor and the rank that ended the use are dead: the others are at use 4."""
+def test_recreated_barrier_recovers_from_a_round_ended_without_a_cause(server, together):
+    """Its predecessor and the rank that ended the round are dead; the others are at round 4."""
     places = members(server, 3, together, FAST)
     for _ in range(3):
         together(3, lambda rank: places[rank].wait(None, LONG))
@@ -70,7 +70,7 @@ def test_a_recreated_barrier_finds_a_use_that_ended_without_a_cause(server, toge
 
 
 class Interrupted:
-    """A store whose user presses Ctrl-C when `moment` calls were made."""
+    """A store that raises KeyboardInterrupt after `moment` calls."""
 
     def __init__(self, store, moment):
         self.store, self.left = store, moment
@@ -83,9 +83,9 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("moment", range(4))
-@pytest.mark.parametrize("text", [None, "x"])  # the moments are different calls
-def test_an_interrupted_rank_recovers(server, together, moment, text):
-    """Whether its use has passed without it, or has failed, the next one is on time."""
+@pytest.mark.parametrize("text", [None, "x"])  # the two make different store calls
+def test_interrupted_rank_recovers(server, together, moment, text):
+    """Whether the interrupted round passed or failed, the next one passes in time."""
     places = members(server, 2, together)
     place = places[0]
     place._store = Interrupted(place._store, moment)
@@ -105,7 +105,7 @@ def test_an_interrupted_rank_recovers(server, together, moment, text):
 
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("text", [None, "x"])
-def test_a_signal_is_handled_while_the_barrier_waits(server, together, text):
+def test_signal_is_handled_while_the_barrier_waits(server, together, text):
     places = members(server, 2, together)
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
@@ -123,7 +123,7 @@ def press_keys(server, member):
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
-def test_a_call_with_a_bad_argument_is_a_failed_use(port, together):
+def test_call_with_a_bad_argument_is_a_failed_round(port, together):
     barriers = together(2, lambda rank: tcp(rank, 2, "wrong", port, timeout_secs=0.1))
     with pytest.raises(InvalidType, match="exchange takes a str, got NoneType"):
         barriers[0].exchange(None)
@@ -139,7 +139,7 @@ def test_a_call_with_a_bad_argument_is_a_failed_use(port, together):
     ids=["nothing", "controls", "no-text", "much"],
 )
 def test_any_text_can_be_exchanged(server, together, text):
-    """Some of it is longer than what a store takes, and is not kept for longer than is needed."""
+    """Some texts exceed the store's value limit; none is kept longer than needed."""
     places = members(server, 2, together)
     for use in range(3):
         said = [f"{use}{text}", text]
@@ -151,14 +151,14 @@ def test_any_text_can_be_exchanged(server, together, text):
 
 
 def test_long_texts_of_many_ranks_can_be_exchanged(server, together):
-    """What each says is short enough for the store, and all of it together is not."""
+    """Each text fits a store value, but not all of them together."""
     places = members(server, 16, together)
     said = [chr(ord("a") + rank) * 600_000 for rank in range(16)]
     assert together(16, lambda rank: places[rank].wait(said[rank], LONG)) == [said] * 16
 
 
-def test_a_file_is_a_store_with_deadlines_too(tmp_path, together):
-    """As for a default group that was made with ``file://``."""
+def test_timeouts_hold_with_a_file_store(tmp_path, together):
+    """As with a default group initialized from ``file://``."""
     path = str(tmp_path / "store")
     places = together(
         2, lambda rank: StoreBarrierMember(lambda: FileStore(path, 2), "x", rank=rank, size=2)
@@ -170,7 +170,7 @@ def test_a_file_is_a_store_with_deadlines_too(tmp_path, together):
     assert together(2, lambda rank: places[rank].wait(f"{rank}", LONG)) == [["0", "1"]] * 2
 
 
-def test_ranks_that_disagree_on_the_world_size_raise(server):
+def test_world_size_mismatch_raises(server):
     one = StoreBarrierMember(server.clone, "how many", rank=0, size=2)
     with pytest.raises(
         InvalidArgument, match="world size of barrier .*: rank 1 says 3, the first rank said 2"
@@ -178,8 +178,8 @@ def test_ranks_that_disagree_on_the_world_size_raise(server):
         StoreBarrierMember(server.clone, one.prefix, rank=1, size=3)
 
 
-def test_counting_starts_over_in_another_store(server, together):
-    """Of how far the ranks had come in the one before, nothing is told any more."""
+def test_rounds_start_over_in_a_new_store(server, together):
+    """Progress from the previous store is not reported any more."""
     stores = [server]
 
     def connect():
@@ -189,7 +189,7 @@ def test_counting_starts_over_in_another_store(server, together):
     together(2, lambda rank: [places[rank].wait(None, LONG) for _ in range(3)])
     stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     for place in places:
-        place._connection.cut()  # as the end of the one before does
+        place._connection.cut()  # as when the previous store dies
         assert caught(place.wait, None, LONG).round == 4
     error = caught(places[0].wait, None, SHORT)
     assert (error.round, error.progress) == (1, {1: 0})
@@ -197,13 +197,13 @@ def test_counting_starts_over_in_another_store(server, together):
     assert together(2, lambda rank: places[rank].wait(f"{rank}", LONG)) == [["0", "1"]] * 2
 
 
-def test_connections_that_are_opened_at_once_hold_one_socket_each(server, together):
-    """Or cutting one off would cut off others."""
+def test_concurrent_connections_hold_one_socket_each(server, together):
+    """Otherwise cutting one would cut others."""
     made = together(32, lambda _: StoreConnection(server.clone, None, timeout=LONG))
     assert [len(each._fds) for each in made] == [1] * 32
 
 
-def test_a_second_thread_has_a_deadline_of_its_own(server, together):
+def test_second_thread_has_its_own_timeout(server, together):
     place, _ = members(server, 2, together)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(caught, place.wait, None, 0.4)
@@ -215,7 +215,7 @@ def test_a_second_thread_has_a_deadline_of_its_own(server, together):
 
 
 def test_waking_others_repeatedly_leaves_no_keys(server, together):
-    """It is never the first to come, as who would sweep is."""
+    """Rank 1 is never the first to arrive, and only the first one deletes old keys."""
     places = members(server, 3, together, FAST)
     with ThreadPoolExecutor(1) as pool:
         for use in range(1, 6):
@@ -225,7 +225,7 @@ def test_waking_others_repeatedly_leaves_no_keys(server, together):
     assert len([key for key in keys(server, places[0]) if "round/" in key]) <= 2
 
 
-def test_a_replaced_barrier_raises_on_every_call(server):
+def test_replaced_barrier_raises_on_every_call(server):
     old = StoreBarrierMember(server.clone, "replaced", rank=0, size=1)
     again(server, old).wait(None, LONG)
     for _ in range(2):

@@ -1,6 +1,6 @@
-"""A wall clock that jumps by years at every look: no deadline, and nothing that is kept, heeds it.
+"""Timeouts and retention do not depend on the wall clock, which here jumps by years.
 
-Not Python's `time` is replaced but the C library's, so that torch's stores see the same.
+The C library's clock is replaced rather than Python's `time`, so torch's stores see it, too.
 """
 
 import os
@@ -142,7 +142,7 @@ with CheckpointManager(f"{PATH}/run", keep_last=2, keep_every=4) as folder:
 
 @pytest.fixture
 def jumping_clock(tmp_path):
-    """Compile a library that makes the clock of a process jump."""
+    """Compile a library that makes the wall clock of a process jump."""
     compiler = shutil.which("cc")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("needs Linux and a C compiler")
@@ -153,7 +153,7 @@ def jumping_clock(tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_heeds_a_clock_that_jumps(tmp_path, jumping_clock):
+def test_wall_clock_jumps_have_no_effect(tmp_path, jumping_clock):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path, str(free_port())],
         env={**os.environ, "LD_PRELOAD": str(jumping_clock)},

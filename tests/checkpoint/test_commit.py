@@ -1,4 +1,4 @@
-"""The commit: all or nothing, whatever goes wrong."""
+"""Atomicity and durability of the commit."""
 
 import errno
 import os
@@ -32,15 +32,15 @@ POINTS = [
     "published",
     "committed",
 ]
-"""All points of a save over another one, in their order."""
+"""Fault points of a save that replaces a checkpoint, in order."""
 FOR_ALL = ("begin", "tensor", "flush", "written")
-"""Those that other ranks than the first reach too."""
+"""Fault points that other ranks than rank 0 reach, too."""
 VISIBLE = {"replaced", "published", "committed", "discard"}
-"""Those at which the new checkpoint is in place; at the last one, ranks have left the save."""
+"""Fault points at which the new checkpoint is visible; at the last, ranks have left the save."""
 
 
 class Failing:
-    """Make one thread fail at a point."""
+    """Make one rank fail at a fault point."""
 
     def __init__(self, point, rank):
         self.point, self.rank, self.threads = f"checkpoint:{point}", rank, {}
@@ -63,9 +63,7 @@ class Failing:
 @pytest.mark.parametrize(
     ("rank", "point"), [*((0, point) for point in POINTS), *((1, point) for point in FOR_ALL)]
 )
-def test_a_failure_anywhere_is_raised_everywhere_and_leaves_the_old_or_the_new(
-    tmp_path, point, rank
-):
+def test_failure_at_any_point_is_raised_on_all_ranks_and_is_atomic(tmp_path, point, rank):
     path = tmp_path / "c"
     saved(path, [mixed(0, 1), mixed(1, 1)])
     with Failing(point, rank) as failing:
@@ -75,7 +73,7 @@ def test_a_failure_anywhere_is_raised_everywhere_and_leaves_the_old_or_the_new(
                 failing.threads[threading.current_thread()] = seat
                 return super().at(seat)
 
-        errors = together_saving(path, 2, Barrier)
+        errors = save_on_two_threads(path, 2, Barrier)
     assert failing.struck
     for error in errors:
         assert isinstance(error, SaveFailed), error
@@ -90,8 +88,8 @@ def test_a_failure_anywhere_is_raised_everywhere_and_leaves_the_old_or_the_new(
     assert len(os.listdir(path)) == 3
 
 
-def together_saving(path, step, meet):
-    """Save with two ranks whose seats at the barrier are taken in their own threads."""
+def save_on_two_threads(path, step, meet):
+    """Save with two ranks that join the barrier from their own threads."""
     barrier = meet(2)
 
     def write(rank):
@@ -102,7 +100,7 @@ def together_saving(path, step, meet):
 
 
 def test_ranks_leave_before_old_files_are_removed(tmp_path):
-    """That takes a disk some 200 ms for a gigabyte."""
+    """Removal takes about 200 ms per gigabyte."""
     path = tmp_path / "c"
     saved(path, [mixed(0, 1), mixed(1, 1)])
     old = {name for name in os.listdir(path) if name != MANIFEST}
@@ -134,7 +132,7 @@ def test_ranks_leave_before_old_files_are_removed(tmp_path):
     assert not old & set(os.listdir(path))
 
 
-def test_each_old_file_is_removed_by_one_rank():
+def test_each_old_file_is_removed_by_exactly_one_rank():
     names = [data_file_name("0" * 16, rank) for rank in range(5)]
     shares = [files_to_remove([*names, "notes.txt"], 2, rank) for rank in range(2)]
     assert shares == [names[::2], names[1::2]]
@@ -152,10 +150,8 @@ def test_old_files_that_cannot_be_removed_do_not_fail_a_save(tmp_path):
     assert len(os.listdir(path)) == 2
 
 
-def test_a_manifest_is_on_disk_before_files_that_it_does_not_name_are_removed(
-    tmp_path, monkeypatch
-):
-    """As when a job was killed right after its commit, and power fails in the next save."""
+def test_manifest_is_durable_before_unreferenced_files_are_removed(tmp_path, monkeypatch):
+    """As when a job is killed right after its commit and power fails during the next save."""
     path, log = tmp_path / "c", []
     saved(path, [{"a": torch.ones(3)}])
     (path / data_file_name("0" * 16, 0)).touch()
@@ -177,7 +173,7 @@ def test_a_manifest_is_on_disk_before_files_that_it_does_not_name_are_removed(
     assert log[log.index("checkpoint:discard") - 1] == str(path)
 
 
-def test_an_interrupt_while_cleaning_up_lets_others_have_the_path(tmp_path, monkeypatch):
+def test_interrupt_during_cleanup_releases_the_path(tmp_path, monkeypatch):
     class Interrupting(WriterHook):
         def pre_commit(self, path, **kwargs):  # noqa: ARG002 - it fails whatever comes
             monkeypatch.setattr(shutil, "rmtree", interrupt)
@@ -196,7 +192,7 @@ def test_an_interrupt_while_cleaning_up_lets_others_have_the_path(tmp_path, monk
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_before_the_commit_nothing_is_visible(tmp_path):
+def test_nothing_is_visible_before_the_commit(tmp_path):
     seen = []
 
     def look(point):
@@ -214,8 +210,8 @@ def test_before_the_commit_nothing_is_visible(tmp_path):
     assert same(seen, [{"a": torch.ones(3)}])
 
 
-def test_everything_is_flushed_before_it_is_named(tmp_path, monkeypatch):
-    """The order in which a disk learns of things is what survives a power cut."""
+def test_files_are_flushed_before_they_are_referenced(tmp_path, monkeypatch):
+    """The order of fsync and rename decides what survives a power failure."""
     log = []
 
     def note(name, function):
@@ -245,7 +241,7 @@ def test_everything_is_flushed_before_it_is_named(tmp_path, monkeypatch):
     log.clear()
     saved(tmp_path / "c", [{"a": torch.ones(3)}])
     assert log[4:] == [
-        ("rename", "c"),  # refused, for there is something
+        ("rename", "c"),  # fails, since the target exists
         ("rename", log[0][1]),
         ("fsync", "c"),
         ("rename", MANIFEST),
@@ -255,8 +251,8 @@ def test_everything_is_flushed_before_it_is_named(tmp_path, monkeypatch):
     ]
 
 
-def test_folders_that_another_rank_has_made_are_flushed_too(tmp_path, monkeypatch):
-    """A rank that speaks first makes the folder for its note, and all above it."""
+def test_directories_created_by_another_rank_are_flushed(tmp_path, monkeypatch):
+    """The first rank to send a message creates the directory and its parents."""
     path, flushed, fsync = tmp_path / "one" / "two" / "c", [], os.fsync
 
     def note(fd):
@@ -272,7 +268,7 @@ def test_folders_that_another_rank_has_made_are_flushed_too(tmp_path, monkeypatc
     assert str(tmp_path) not in flushed, "once is enough"
 
 
-def test_readers_during_commits_have_the_old_or_the_new(tmp_path):
+def test_concurrent_readers_see_the_old_or_the_new_checkpoint(tmp_path):
     path = tmp_path / "c"
     saved(path, [mixed(0, 0), mixed(1, 0)])
     ended = threading.Event()
@@ -306,7 +302,7 @@ def test_readers_during_commits_have_the_old_or_the_new(tmp_path):
     assert min(counts) > 0
 
 
-def test_what_is_replaced_while_it_is_verified_is_not_damaged(tmp_path):
+def test_checkpoint_replaced_during_verify_is_not_reported_as_damaged(tmp_path):
     path, counted = tmp_path / "c", []
     saved(path, [mixed(0, 1), mixed(1, 1)])
 
@@ -319,7 +315,7 @@ def test_what_is_replaced_while_it_is_verified_is_not_damaged(tmp_path):
     assert sum(counted) > sum(file.stat().st_size for file in path.glob("rank*"))
 
 
-def test_every_byte_can_be_verified(tmp_path):
+def test_verify_detects_a_change_of_any_byte(tmp_path):
     path = tmp_path / "c"
     weight = torch.randn(50)
     saved(path, [{**mixed(rank), "a": weight, "tied": weight} for rank in range(2)])

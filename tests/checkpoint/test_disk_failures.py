@@ -1,4 +1,4 @@
-"""Disks that are full, or broken, or not shared; what is there already."""
+"""Full, broken and unshared disks, and occupied target paths."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ from .states import ThreadExchange, load, same, save, saved, together
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of one megabyte, where we may mount one."""
+    """Mount a file system of one megabyte, or skip."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = shutil.which("mount") and subprocess.run(
@@ -40,7 +40,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("meet", [ThreadExchange, None])
-def test_a_full_disk(small_disk, meet):
+def test_full_disk_fails_the_save_and_keeps_the_checkpoint(small_disk, meet):
     saved(small_disk / "c", [{"w": torch.ones(10_000)}] * 2)
     errors = save(
         small_disk / "c", [{"w": torch.full((200_000,), rank)} for rank in range(2)], meet=meet
@@ -50,11 +50,11 @@ def test_a_full_disk(small_disk, meet):
         assert "[Errno 28] No space left on device: '" in str(error)
     assert same(load(small_disk / "c")[0], {"w": torch.ones(10_000)})
     saved(small_disk / "c", [{"w": torch.ones(20_000)}] * 2)
-    # Who fails first may find no room for a note to the others: then the next save tidies up.
+    # The first rank to fail may have no space for a message; the next save cleans up.
     assert os.listdir(small_disk) == ["c"]
 
 
-def test_a_folder_that_may_not_be_written(tmp_path):
+def test_read_only_directory(tmp_path):
     folder = tmp_path / "locked"
     folder.mkdir()
     saved(folder / "c", [{"a": 1}])
@@ -76,8 +76,8 @@ def test_a_folder_that_may_not_be_written(tmp_path):
         subprocess.run(undo, check=True)
 
 
-def test_the_cause_is_told_even_if_nothing_can_be_written_any_more(tmp_path, monkeypatch):
-    """As on a disk that breaks: notes to the others, and the farewell, fail as well."""
+def test_cause_is_raised_even_if_messages_cannot_be_written(tmp_path, monkeypatch):
+    """As on a broken disk, where messages to other ranks fail as well."""
 
     def broken(board, name, text):
         raise OSError(errno.EIO, "broken", name)
@@ -96,7 +96,7 @@ def test_the_cause_is_told_even_if_nothing_can_be_written_any_more(tmp_path, mon
         assert "this came first" in str(error)
 
 
-def test_the_target_is_a_file(tmp_path):
+def test_target_that_is_a_file_is_rejected(tmp_path):
     (tmp_path / "c").write_text("mine")
     (error,) = save(tmp_path / "c", [{"a": 1}])
     assert isinstance(error, SaveFailed)
@@ -113,7 +113,7 @@ def test_the_target_is_a_file(tmp_path):
         (errno.ENOLCK, "process 7", "may be in use by process 7: its file system has no locks"),
     ],
 )
-def test_a_lock_that_fails_names_the_cause(tmp_path, monkeypatch, number, owner, problem):
+def test_failed_lock_names_the_cause(tmp_path, monkeypatch, number, owner, problem):
     (tmp_path / ".c.saving").mkdir()
     (tmp_path / ".c.saving" / "lock").write_text(owner)
 
@@ -126,7 +126,7 @@ def test_a_lock_that_fails_names_the_cause(tmp_path, monkeypatch, number, owner,
     assert re.search(problem, str(error)), error
 
 
-def test_ranks_that_do_not_share_a_file_system(tmp_path):
+def test_unshared_file_system_is_reported(tmp_path):
     barrier = ThreadExchange(2)
 
     def write(rank):
@@ -150,7 +150,7 @@ def load_with_few_files(ctx, path, names):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_checkpoint_of_more_ranks_than_files_may_be_open(ranks, tmp_path):
+def test_load_with_more_files_than_the_open_file_limit(ranks, tmp_path):
     state = {f"w{i:02}": torch.full((3,), float(i)) for i in range(90)}
     saved(tmp_path / "c", [state] * 90)
     assert len(os.listdir(tmp_path / "c")) == 91

@@ -1,7 +1,7 @@
-"""Files that somebody, or chance, has changed: a clear error, and nothing touched.
+"""Fuzzing of corrupted and malicious files: a clear error, and no state is touched.
 
-Some thousand inputs in the suite, and with PHALANX_SOAK set (``make soak``) enough to find what is
-rare. Every input is derived from a number, which a failure names.
+The suite runs a few thousand inputs, and with PHALANX_SOAK set (``make soak``) many more. Every
+input is derived from a number, which a failure reports.
 """
 
 import json
@@ -21,7 +21,7 @@ from .test_manifest import seal
 
 SOAK = "PHALANX_SOAK" in os.environ
 SHARES = 8
-"""Tests that the inputs are spread over."""
+"""Number of tests that share the inputs."""
 COUNT = (24_000 if SOAK else 2_000) // SHARES
 
 STRANGE = [
@@ -43,7 +43,7 @@ def wanted():
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A small checkpoint with something of everything, as bytes by the name of the file."""
+    """Return the files of a small checkpoint with values of every kind, by name."""
     path = tmp_path_factory.mktemp("original") / "c"
     torch.manual_seed(0)
     state = {
@@ -79,7 +79,7 @@ def header_length(data, rng):
 
 
 def places(value, path=()):
-    """Yield the paths of all values in what JSON says."""
+    """Yield the paths of all values in a JSON document."""
     yield path
     if isinstance(value, dict | list):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
@@ -87,7 +87,7 @@ def places(value, path=()):
 
 
 def rewrite(data, rng):
-    """Change a manifest where it hurts, and seal it again."""
+    """Change values of a manifest and recompute its checksum."""
     fields = json.loads(data)
     del fields["xxh3_128"]
     for _ in range(rng.randrange(1, 3)):
@@ -108,7 +108,7 @@ def rewrite(data, rng):
 
 
 def respell(data, rng):
-    """Damage the text of a manifest, and seal it again."""
+    """Damage the text of a manifest and recompute its checksum."""
     damaged = rng.choice([flip, cut, splice])(data[data.index(b",\n") + 2 :], rng)
     return seal(damaged)
 
@@ -131,7 +131,7 @@ def mutate(files, number):
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-def test_no_damage_gets_through(original, tmp_path, share):
+def test_corrupted_checkpoints_are_rejected(original, tmp_path, share):
     folder = tmp_path / "around" / "c"
     folder.mkdir(parents=True)
     put(folder, original)
@@ -176,10 +176,10 @@ def try_to_verify(folder, number):
 
 
 def put(folder, files, before=None):
-    """Write files, if they are others than those that are there."""
+    """Write the files that differ from those already there."""
     for name, data in files.items():
         if before is None or before.get(name) != data:
-            # A new one: to cut a file down to nothing and write it again, ext4 flushes the disk.
+            # A new file: ext4 flushes the disk when a file is truncated and rewritten.
             (folder / name).unlink(missing_ok=True)
             (folder / name).write_bytes(data)
     for name in set(before or ()) - set(files):
@@ -187,11 +187,11 @@ def put(folder, files, before=None):
 
 
 def listing(root):
-    """All that is below a folder, but the checkpoint."""
+    """List everything below a directory except the checkpoint."""
     return sorted(str(path) for path in root.rglob("*") if path.parent.name != "c")
 
 
-def test_a_huge_file_with_a_hole_is_not_read_for_nothing(original, tmp_path):
+def test_huge_sparse_file_is_rejected_without_reading_it(original, tmp_path):
     folder = tmp_path / "c"
     folder.mkdir()
     put(folder, original)

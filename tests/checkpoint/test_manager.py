@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what it is to save, to load and to go back, and for whom."""
+"""CheckpointManager: save, load, rewind and locking."""
 
 import gc
 import os
@@ -31,7 +31,7 @@ from .internals import (
 from .states import filled, names, saved, state_of
 
 
-def test_nothing_there_is_no_step(tmp_path):
+def test_empty_directory_has_no_steps(tmp_path):
     folder = CheckpointManager(tmp_path / "run")
     assert folder.latest() is None
     assert folder.steps() == []
@@ -40,13 +40,13 @@ def test_nothing_there_is_no_step(tmp_path):
     assert not (tmp_path / "run").exists(), "who only looks leaves nothing"
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+def test_missing_step_error_lists_the_available_steps(tmp_path):
     folder = filled(tmp_path, [1, 2])
     with pytest.raises(CheckpointNotFound, match="no step 3; available steps: 1, 2"):
         folder.load(3)
 
 
-def test_it_loads_into_a_state_and_strictly(tmp_path):
+def test_load_into_a_state_is_strict_by_default(tmp_path):
     folder = filled(tmp_path, [7])
     mine = {"weight": torch.zeros(50), "step": None}
     folder.load(state=mine)
@@ -57,7 +57,7 @@ def test_it_loads_into_a_state_and_strictly(tmp_path):
     assert folder.load(state={"other": None}, strict=False)
 
 
-def test_the_number_decides_and_never_the_clock(tmp_path):
+def test_newest_step_is_by_number_not_by_mtime(tmp_path):
     folder = filled(tmp_path, [8, 9, 10, 11], keep_last=4)
     for age, step in enumerate(folder.steps()):
         when = 1_900_000_000 - age * 1_000_000
@@ -68,7 +68,7 @@ def test_the_number_decides_and_never_the_clock(tmp_path):
     assert filled(tmp_path, [12], keep_last=2).steps() == [11, 12]
 
 
-def test_names_are_in_the_order_of_steps_and_no_others_count(tmp_path):
+def test_step_names_sort_and_parse(tmp_path):
     assert sorted(map(step_name, [100, 20, 3])) == [step_name(step) for step in (3, 20, 100)]
     assert parse_step_name("step-123456789012") == 123456789012
     strangers = (
@@ -82,7 +82,7 @@ def test_names_are_in_the_order_of_steps_and_no_others_count(tmp_path):
         assert parse_step_name(name) is None, name
 
 
-def test_a_step_before_the_newest_is_refused_until_the_folder_is_rewound(tmp_path):
+def test_saving_an_older_step_requires_rewind(tmp_path):
     folder = filled(tmp_path, [1, 2, 3, 4])
     with pytest.raises(
         InvalidArgument, match=r"cannot save step 3: .* already has step 4.*rewind\(3\)"
@@ -95,7 +95,7 @@ def test_a_step_before_the_newest_is_refused_until_the_folder_is_rewound(tmp_pat
 
 
 @pytest.mark.parametrize("what", ["a link", "notes.txt"])
-def test_a_rewind_removes_nothing_if_something_is_somebody_elses(tmp_path, what):
+def test_rewind_removes_nothing_if_a_foreign_file_is_found(tmp_path, what):
     folder = filled(tmp_path / "run", [1, 2, 3])
     if what == "a link":
         os.rename(folder.path(2), tmp_path / "elsewhere")
@@ -109,13 +109,13 @@ def test_a_rewind_removes_nothing_if_something_is_somebody_elses(tmp_path, what)
     assert sorted(os.listdir(folder.path(2))) == before
 
 
-def test_the_same_step_is_replaced(tmp_path):
+def test_saving_the_same_step_replaces_it(tmp_path):
     folder = filled(tmp_path, [1, 2])
     folder.save(2, {"step": "again"})
     assert folder.load() == {"step": "again"}
 
 
-def test_what_dead_jobs_left_is_removed_and_what_living_ones_do_is_not(tmp_path):
+def test_leftovers_of_dead_jobs_are_removed(tmp_path):
     for name in (".step-00000007.saving/0123456789abcdef", ".step-00000003.removed-01234567"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "rank0-0123456789abcdef.safetensors").touch()
@@ -127,7 +127,7 @@ def test_what_dead_jobs_left_is_removed_and_what_living_ones_do_is_not(tmp_path)
     assert names(tmp_path) == [".mine", ".step-00000008.saving", "step-00000001"]
 
 
-def test_two_jobs_are_refused_with_who_it_is_that_holds_it(tmp_path):
+def test_second_job_is_rejected_with_the_lock_holder(tmp_path):
     folder = filled(tmp_path, [1])
     other = CheckpointManager(tmp_path)
     with pytest.raises(CheckpointDirectoryInUse, match=f"process {os.getpid()} on"):
@@ -137,10 +137,10 @@ def test_two_jobs_are_refused_with_who_it_is_that_holds_it(tmp_path):
     other.save(2, state_of(2))
     del other
     gc.collect()  # an error's traceback has a cycle
-    filled(tmp_path, [3])  # whoever is forgotten holds nothing
+    filled(tmp_path, [3])  # a collected manager releases its lock
 
 
-def test_a_job_that_was_killed_holds_nothing(tmp_path):
+def test_killed_job_releases_the_lock(tmp_path):
     code = (
         "import sys, time\n"
         "from phalanx.checkpoint._checkpoint_directory import LocalCheckpointDirectory\n"
@@ -157,8 +157,8 @@ def test_a_job_that_was_killed_holds_nothing(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_that_was_forked_off_holds_nothing_and_takes_nothing_away(tmp_path):
-    """A data loader's, say, which may live on for a while when its parent was killed."""
+def test_forked_child_neither_holds_nor_releases_the_lock(tmp_path):
+    """Such as a data loader worker, which may outlive its killed parent."""
     folder = filled(tmp_path, [1])
     ours, its = socket.socketpair()
     child = os.fork()
@@ -174,14 +174,14 @@ def test_a_child_that_was_forked_off_holds_nothing_and_takes_nothing_away(tmp_pa
     assert ours.recv(6) == b"closed"
     with pytest.raises(CheckpointDirectoryInUse):
         filled(tmp_path, [2])
-    os.close(folder._directory._lock._fd)  # as the kernel does it when a process dies
+    os.close(folder._directory._lock._fd)  # as the kernel does when a process dies
     folder._directory._lock = None
     filled(tmp_path, [2]).close()
     ours.close()
     os.waitpid(child, 0)
 
 
-def test_a_new_folder_is_durable_with_those_above_it(tmp_path, monkeypatch):
+def test_new_directory_and_its_parents_are_flushed(tmp_path, monkeypatch):
     flushed = []
     flush = os.fsync
 
@@ -194,7 +194,7 @@ def test_a_new_folder_is_durable_with_those_above_it(tmp_path, monkeypatch):
     assert {str(tmp_path), str(tmp_path / "new")} <= {*flushed}
 
 
-def test_a_path_means_the_same_wherever_the_process_goes(tmp_path, monkeypatch):
+def test_path_does_not_depend_on_later_chdir(tmp_path, monkeypatch):
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -208,7 +208,7 @@ def test_a_path_means_the_same_wherever_the_process_goes(tmp_path, monkeypatch):
     assert os.listdir() == ["run"]
 
 
-def test_leftovers_that_cannot_be_removed_are_in_nobodys_way(tmp_path, monkeypatch, caplog):
+def test_leftovers_that_cannot_be_removed_do_not_fail_a_save(tmp_path, monkeypatch, caplog):
     def refuse(self):
         raise PermissionError("somebody else's")
 
@@ -217,7 +217,7 @@ def test_leftovers_that_cannot_be_removed_are_in_nobodys_way(tmp_path, monkeypat
     assert "somebody else's" in caplog.text
 
 
-def test_mistakes_are_explained(tmp_path):
+def test_bad_arguments_are_rejected(tmp_path):
     with pytest.raises(InvalidType, match="keep_last must be an integer, got float"):
         CheckpointManager(tmp_path, keep_last=2.5)
     with pytest.raises(InvalidType, match="keep_every must be an integer, got str"):
@@ -239,7 +239,7 @@ def test_mistakes_are_explained(tmp_path):
         CheckpointManager(folder.path(1)).latest()
 
 
-def test_a_url_of_the_file_system_is_a_path(tmp_path):
+def test_file_url_is_a_local_path(tmp_path):
     with filled(f"file://{tmp_path}", [1]) as folder, CheckpointManager(tmp_path) as other:
         assert other.latest() == 1
         with pytest.raises(CheckpointDirectoryInUse):
@@ -247,7 +247,7 @@ def test_a_url_of_the_file_system_is_a_path(tmp_path):
         assert folder.path(1) == f"{tmp_path}/step-00000001"
 
 
-def test_what_is_replaced_while_it_is_looked_at_is_not_damaged(tmp_path, monkeypatch):
+def test_step_replaced_during_a_check_is_not_damaged(tmp_path, monkeypatch):
     folder = filled(tmp_path, [1])
     manifest = LocalSnapshot.manifest
 
@@ -261,7 +261,7 @@ def test_what_is_replaced_while_it_is_looked_at_is_not_damaged(tmp_path, monkeyp
     assert not LocalCheckpointDirectory(str(tmp_path)).is_damaged(1)
 
 
-def test_it_lives_wherever_fsspec_reaches():
+def test_manager_on_fsspec_storage():
     url = "memory://test_folder/run"
     with filled(url, [1, 2, 3, 4], keep_last=2, keep_every=None) as folder:
         assert folder.steps() == [3, 4]
@@ -270,8 +270,8 @@ def test_it_lives_wherever_fsspec_reaches():
         assert folder.latest() == 3
 
 
-def test_an_object_is_not_given_half_of_its_state_where_there_are_more_ranks(tmp_path):
-    """Its random numbers, say, of which ranks hold some alike and some not."""
+def test_object_is_not_loaded_from_a_partial_state(tmp_path):
+    """For example RNG state, which is partly replicated and partly per rank."""
     numbers = [{"rng": {"kind": "mt", "words": torch.full((3,), rank)}} for rank in range(2)]
     saved(tmp_path / "step-00000001", numbers)
     given = []

@@ -1,4 +1,4 @@
-"""A folder that several ranks use, or a checkpointer that writes later: all agree, and all hear."""
+"""CheckpointManager with several ranks and with asynchronous checkpointers."""
 
 import os
 import threading
@@ -61,7 +61,7 @@ def _error(call, kind=CheckpointError):
 
 
 @pytest.mark.parametrize("default_group", [False, True])
-def test_ranks_agree_and_fail_together(request, tmp_path, default_group):
+def test_all_ranks_agree_and_fail_together(request, tmp_path, default_group):
     team = request.getfixturevalue("ranks" if default_group else "threads")
     kwargs = {"default_group": default_group}
     one, two = team.run(use_a_folder, 2, args=(str(tmp_path),), kwargs=kwargs, timeout=40)
@@ -73,7 +73,7 @@ def test_ranks_agree_and_fail_together(request, tmp_path, default_group):
 
 
 def save_in_two_ways(ctx, path, barrier):
-    """Be rank 0 of torch's default group and rank 1 of the current one, and the other way round."""
+    """Save with different ranks in torch's default group and in the current group."""
     world = dist.PrefixStore("world", ctx.store)
     dist.init_process_group("gloo", store=world, rank=ctx.rank, world_size=ctx.size)
     group = ctx.group("gloo", rank=1 - ctx.rank)
@@ -90,8 +90,8 @@ def save_in_two_ways(ctx, path, barrier):
 @pytest.mark.parametrize(
     ("barrier", "loaded"), [(None, [0, 1]), ("group", [0, 1]), ("dist_barrier", [1, 0])]
 )
-def test_a_checkpointer_is_on_the_group_that_a_folder_is_on(ranks, tmp_path, barrier, loaded):
-    """Both take the current group before torch's default one, unless the barrier names another."""
+def test_manager_and_checkpointer_use_the_same_group(ranks, tmp_path, barrier, loaded):
+    """Both prefer the current group to torch's default one, unless the barrier names another."""
     assert ranks.run(save_in_two_ways, 2, args=(str(tmp_path), barrier)) == loaded
 
 
@@ -99,17 +99,17 @@ def refused(ctx, path):
     return _error(lambda: CheckpointManager(path, group=ctx.group()).save(1, {}))
 
 
-def test_a_refusal_reaches_all_ranks(threads, tmp_path):
-    shelf = LocalCheckpointDirectory(str(tmp_path))
-    shelf.lock("the other job")
+def test_lock_conflict_is_raised_on_all_ranks(threads, tmp_path):
+    directory = LocalCheckpointDirectory(str(tmp_path))
+    directory.lock("the other job")
     for kind, message in threads.run(refused, 3, args=(str(tmp_path),)):
         assert kind is CheckpointDirectoryInUse
         assert "the other job is saving to " in message
-    shelf.unlock()
+    directory.unlock()
 
 
 def disagree(ctx, path):
-    """Do what ranks should not."""
+    """Make different calls on different ranks."""
     with CheckpointManager(path, group=ctx.group()) as folder:
         folder.save(7, {})
         different = _error(lambda: folder.save(8 + ctx.rank, {}))
@@ -119,7 +119,7 @@ def disagree(ctx, path):
         return different, mixed, steps, folder.latest()
 
 
-def test_ranks_that_do_not_do_the_same_are_told_what_each_of_them_does(threads, tmp_path):
+def test_different_calls_on_ranks_are_reported(threads, tmp_path):
     for different, mixed, steps, latest in threads.run(disagree, 2, args=(tmp_path,)):
         words = "ranks save different steps: rank 0: 8, rank 1: 9"
         assert different == (SaveFailed, words)
@@ -135,7 +135,7 @@ def look_into_a_loop(ctx, path):
     return [_error(call, (OSError, CheckpointError)) for call in (folder.latest, folder.load)]
 
 
-def test_what_one_rank_cannot_read_all_ranks_hear_of(threads, tmp_path):
+def test_read_error_on_one_rank_is_raised_on_all(threads, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     first, second = threads.run(look_into_a_loop, 2, args=(tmp_path / "loop",))
     assert [kind for kind, _ in first] == [OSError, OSError]
@@ -153,7 +153,7 @@ def load_what_is_damaged(ctx, path):
     return notes, folder.latest()
 
 
-def test_a_newest_one_that_is_damaged_is_not_passed_over_in_silence(threads, tmp_path):
+def test_damaged_newest_step_is_an_error_with_a_hint(threads, tmp_path):
     with CheckpointManager(tmp_path) as folder:
         for step in (1, 2):
             folder.save(step, state_of(step))
@@ -165,14 +165,14 @@ def test_a_newest_one_that_is_damaged_is_not_passed_over_in_silence(threads, tmp
         assert latest == 1
 
 
-def test_a_rank_that_was_given_no_group_says_so(monkeypatch, caplog, tmp_path):
+def test_rank_without_a_group_logs_a_warning(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     CheckpointManager(tmp_path).latest()
     assert "rank 1 of 2 has no process group" in caplog.text
 
 
-def test_a_checkpointer_of_other_ranks_is_rejected(tmp_path):
+def test_checkpointer_with_other_rank_info_is_rejected(tmp_path):
     with closing(make_sync_checkpointer(rank_info=RankInfo(1, 2))) as checkpointer:
         folder = CheckpointManager(tmp_path, checkpointer=checkpointer)
         with pytest.raises(
@@ -182,7 +182,7 @@ def test_a_checkpointer_of_other_ranks_is_rejected(tmp_path):
 
 
 class InBackground(Checkpointer):
-    """One of the user's own that writes in a thread, when it is let."""
+    """A user-defined checkpointer that writes in a thread once `may_write` is set."""
 
     def __init__(self):
         self._inner = make_sync_checkpointer()
@@ -215,9 +215,7 @@ def in_background():
         checkpointer.may_write.set()
 
 
-def test_with_an_asynchronous_checkpointer_old_ones_go_when_the_new_one_is_written(
-    tmp_path, in_background
-):
+def test_async_retention_runs_after_the_new_step_is_written(tmp_path, in_background):
     folder = CheckpointManager(tmp_path, keep_last=1, checkpointer=in_background)
     in_background.may_write.set()
     folder.save(1, state_of(1))[1].result()
@@ -235,7 +233,7 @@ def test_with_an_asynchronous_checkpointer_old_ones_go_when_the_new_one_is_writt
     assert folder.load()["step"] == 2
 
 
-def test_close_waits_until_old_ones_are_gone(tmp_path, in_background, monkeypatch):
+def test_close_waits_for_retention(tmp_path, in_background, monkeypatch):
     folder = CheckpointManager(tmp_path, keep_last=1, checkpointer=in_background)
     in_background.may_write.set()
     folder.save(1, state_of(1))[1].result()
@@ -261,7 +259,7 @@ def test_close_waits_until_old_ones_are_gone(tmp_path, in_background, monkeypatc
     assert not os.path.exists(tmp_path / ".saving")
 
 
-def test_a_rewind_waits_for_what_would_come_after_it(tmp_path, in_background):
+def test_rewind_waits_for_pending_saves(tmp_path, in_background):
     folder = CheckpointManager(tmp_path, checkpointer=in_background)
     in_background.may_write.set()
     folder.save(1, state_of(1))[1].result()
@@ -274,8 +272,8 @@ def test_a_rewind_waits_for_what_would_come_after_it(tmp_path, in_background):
     assert folder.steps() == [1]
 
 
-def test_a_save_that_fails_when_the_folder_is_closed_is_raised(tmp_path, in_background):
-    """Or a run that was asked to stop would leave as if its last step were safe."""
+def test_close_raises_the_error_of_a_failed_save(tmp_path, in_background):
+    """Otherwise a preempted run would exit as if its last step were saved."""
     with pytest.raises(OSError, match="the disk is full"):  # noqa: SIM117 - the order matters
         with CheckpointManager(tmp_path, checkpointer=in_background) as folder:
             folder.save(3, state_of(3))
@@ -284,12 +282,12 @@ def test_a_save_that_fails_when_the_folder_is_closed_is_raised(tmp_path, in_back
     assert not os.path.exists(tmp_path / ".saving")
 
 
-def test_a_write_that_failed_unseen_is_raised_by_the_next_save_and_only_there(tmp_path):
+def test_unobserved_write_failure_is_raised_once_by_the_next_save(tmp_path):
     checkpointer = make_async_checkpointer()
     with CheckpointManager(tmp_path, checkpointer=checkpointer) as folder:
-        (tmp_path / "step-00000001").touch()  # where a folder should be
+        (tmp_path / "step-00000001").touch()  # a file instead of a directory
         _, written = folder.save(1, state_of(1))
-        wait([written])  # which is not to ask how it went
+        wait([written])  # without observing the exception
         with stopped(checkpointer._checkpoint_process):
             with pytest.raises(SaveFailed, match="Not a directory"):
                 folder.save(2, state_of(2))

@@ -1,4 +1,4 @@
-"""The manifest: readable, sealed, and believed in nothing."""
+"""The manifest: human-readable, checksummed and validated."""
 
 import json
 import re
@@ -15,14 +15,14 @@ EMPTY = checksum(b"")
 
 
 def seal(fields):
-    """Write a manifest as an enemy would: whatever it says, its checksum is right."""
+    """Encode a manifest with a valid checksum, whatever its contents."""
     rest = fields if isinstance(fields, bytes) else json.dumps(fields)[1:].encode()
     return f'{{\n  "xxh3_128": "{checksum(rest)}",\n'.encode() + rest
 
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory):
-    """A checkpoint, and what its manifest says."""
+    """Return the path of a checkpoint and the fields of its manifest."""
     path = tmp_path_factory.mktemp("honest") / "c"
     saved(path, [mixed(0), mixed(1)])
     fields = json.loads((path / MANIFEST).read_bytes())
@@ -35,14 +35,14 @@ def tensor_of(fields):
 
 
 def with_change(honest, change):
-    """Change what a manifest says, and read it."""
+    """Change the fields of a manifest and decode it."""
     fields = json.loads(json.dumps(honest[1]))
     change(fields)
     manifest = Manifest.load(seal(fields), "c/manifest.json")
     return decode_state(manifest, 0, "c/manifest.json")
 
 
-def test_it_is_readable(honest):
+def test_manifest_is_human_readable(honest):
     text = (honest[0] / MANIFEST).read_text()
     assert '\n  "format": "phalanx checkpoint",\n  "version": 1,\n' in text
     assert '\n    "step": 0,\n' in text
@@ -50,7 +50,7 @@ def test_it_is_readable(honest):
     assert '"dtype": "float32", "shape": [64, 33]' in weight
 
 
-def test_an_honest_one_passes(honest):
+def test_unchanged_manifest_is_accepted(honest):
     with_change(honest, dict.copy)
 
 
@@ -123,7 +123,7 @@ def _other_checksum(tensor):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_lie_is_found(honest, name):
+def test_invalid_field_is_rejected(honest, name):
     change, message = CHANGES[name]
     with pytest.raises(DamagedCheckpoint, match=f"^c/manifest.json cannot be used: .*{message}"):
         with_change(honest, change)
@@ -133,7 +133,7 @@ def test_a_lie_is_found(honest, name):
     "name",
     ["../x.safetensors", "/x.safetensors", "a/b.safetensors", ".x.safetensors", "x.bin", "", "x\0"],
 )
-def test_a_file_is_in_the_folder_or_nowhere(honest, name):
+def test_file_name_outside_the_directory_is_rejected(honest, name):
     def change(fields):
         fields["files"][name] = fields["files"].pop(next(iter(fields["files"])))
 
@@ -142,7 +142,7 @@ def test_a_file_is_in_the_folder_or_nowhere(honest, name):
 
 
 def sealed(rest):
-    """Seal a manifest of which all is right but the end."""
+    """Encode a manifest that is valid up to `rest`."""
     start = b'"format": "phalanx checkpoint", "version": 1, "save": "0123456789abcdef", '
     return seal(start + b'"ranks": 1, "files": {}, ' + rest)
 
@@ -169,12 +169,12 @@ def sealed(rest):
         (seal(b'"version": 2, "files": 1}'), "has version 2, this phalanx reads version 1"),
     ],
 )
-def test_what_is_no_manifest_is_refused(data, message):
+def test_malformed_manifest_is_rejected(data, message):
     with pytest.raises(DamagedCheckpoint, match=f"^m cannot be used: its? .*({message})"):
         Manifest.load(data, "m")
 
 
-def test_a_state_that_is_nested_too_deep_is_refused(honest):
+def test_too_deep_state_is_rejected(honest):
     def change(fields):
         for _ in range(500):
             fields["state"] = [fields["state"]]
@@ -183,7 +183,7 @@ def test_a_state_that_is_nested_too_deep_is_refused(honest):
         with_change(honest, change)
 
 
-def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
+def test_oversized_manifest_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr("phalanx.checkpoint._manifest.MAX_MANIFEST_BYTES", 1000)
     saved(tmp_path / "c", [{"a": [1.5] * 100}])
     (error,) = save(tmp_path / "c", [{"a": [1.5] * 1000}])
@@ -220,7 +220,7 @@ def deep(wrap):
         ),
     ],
 )
-def test_a_lie_is_found_without_torch_too(honest, tmp_path, change, message):
+def test_verify_rejects_invalid_fields(honest, tmp_path, change, message):
     fields = json.loads(json.dumps(honest[1]))
     change(fields)
     (tmp_path / MANIFEST).write_bytes(seal(fields))
@@ -229,7 +229,7 @@ def test_a_lie_is_found_without_torch_too(honest, tmp_path, change, message):
     assert message in problem
 
 
-def test_every_single_bit_of_a_manifest_counts(honest, tmp_path):
+def test_any_bit_flip_in_the_manifest_is_detected(honest, tmp_path):
     data = bytearray((honest[0] / MANIFEST).read_bytes())
     for place in range(0, len(data), 97):
         data[place] ^= 1
@@ -239,7 +239,7 @@ def test_every_single_bit_of_a_manifest_counts(honest, tmp_path):
     Manifest.load(bytes(data), "m")
 
 
-def test_a_change_by_hand_is_noticed(tmp_path):
+def test_manual_edit_is_detected(tmp_path):
     saved(tmp_path / "c", [{"lr": 0.1}])
     file = tmp_path / "c" / MANIFEST
     file.write_text(file.read_text().replace("0.1", "0.2"))
@@ -247,8 +247,8 @@ def test_a_change_by_hand_is_noticed(tmp_path):
         load(tmp_path / "c")
 
 
-def test_a_million_would_do(tmp_path):
-    """The size of a manifest is in the tensors, not in their depth or number of ranks."""
+def test_manifest_size_per_tensor_is_bounded(tmp_path):
+    """The manifest grows with the number of tensors, not with depth or world size."""
     state = {f"layer.{i}": torch.zeros(1) for i in range(2000)}
     saved(tmp_path / "c", [state])
     assert (tmp_path / "c" / MANIFEST).stat().st_size < 2000 * 250

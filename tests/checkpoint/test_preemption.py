@@ -1,4 +1,4 @@
-"""Stopping: whichever rank hears of it, all of them stop after the same step."""
+"""Preemption: whichever rank gets the signal, all ranks stop after the same step."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ STEPS = 12
 
 
 def train(stop, rank, *, heard_by, at):
-    """Take steps until all agree to stop; returns the last one. One rank hears of it at a step."""
+    """Run steps until all ranks agree to stop and return the last; one rank gets a signal."""
     for step in range(STEPS):
         if rank == heard_by and step == at:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -43,12 +43,12 @@ def test_all_ranks_stop_after_the_same_step(ranks, heard_by, at, every, last):
 
 
 def hear_in_turn(ctx):
-    """Let every rank hear of it at another step."""
+    """Signal every rank at another step."""
     with PreemptionGuard(ctx.group("gloo")) as stop:
         return train(stop, ctx.rank, heard_by=ctx.rank, at=2 + ctx.rank)
 
 
-def test_ranks_that_hear_of_it_at_different_steps_stop_at_the_first(ranks):
+def test_signals_at_different_steps_stop_all_ranks_at_the_first(ranks):
     assert ranks.run(hear_in_turn, 3) == [2, 2, 2]
 
 
@@ -65,24 +65,24 @@ def leave_the_default_group(ctx):
         dist.destroy_process_group()
 
 
-def test_ranks_leave_with_the_code_and_the_first_one_says_why(ranks):
+def test_exit_uses_the_exit_code_and_rank_0_prints_the_reason(ranks):
     assert ranks.run(leave_the_default_group, 2) == [
         (PreemptionGuard.EXIT_CODE, "stopped on request after saving step 3 (SIGTERM)\n"),
         (PreemptionGuard.EXIT_CODE, ""),
     ]
 
 
-def test_one_process_needs_no_group():
+def test_single_process_needs_no_group():
     with PreemptionGuard() as stop:
         assert not stop.should_stop()
         signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)  # a scheduler may tell the launcher and the ranks
+        signal.raise_signal(signal.SIGTERM)  # a scheduler may signal the launcher and the ranks
         assert stop.should_stop()
 
 
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])
-def test_a_second_interrupt_interrupts(first):
+def test_second_sigint_raises_keyboard_interrupt(first):
     with PreemptionGuard(repeat_window=0.0) as stop:
         if first is not None:
             signal.raise_signal(first)
@@ -93,15 +93,15 @@ def test_a_second_interrupt_interrupts(first):
 
 
 @pytest.mark.usefixtures("foreground")
-def test_an_interrupt_that_comes_twice_at_once_is_one():
-    """A terminal sends it to the launcher and to the ranks, and the launcher to the ranks, too."""
+def test_duplicate_sigint_within_the_window_counts_once():
+    """A terminal signals launcher and ranks, and the launcher forwards it to the ranks."""
     with PreemptionGuard() as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert stop.should_stop()
 
 
-def test_a_second_interrupt_is_for_the_handler_that_was_there():
+def test_second_sigint_calls_the_previous_handler():
     heard = []
     before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     try:
@@ -117,7 +117,7 @@ def test_a_second_interrupt_is_for_the_handler_that_was_there():
 
 
 def in_child(body):
-    """Run something in a child that is forked off, and return the signal that ended it."""
+    """Run a function in a forked child and return the signal that ended it."""
     child = os.fork()
     if child == 0:
         try:
@@ -128,7 +128,7 @@ def in_child(body):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_that_was_forked_off_ends_as_ever():
+def test_forked_child_keeps_the_default_signal_behaviour():
     with PreemptionGuard(repeat_window=0.0) as stop:
         assert in_child(lambda: signal.raise_signal(signal.SIGTERM)) == signal.SIGTERM
         assert in_child(lambda: signal.raise_signal(signal.SIGINT)) == 0, "its parent decides"
@@ -144,7 +144,7 @@ def test_a_child_that_was_forked_off_ends_as_ever():
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, 4096])
-def test_what_cannot_be_heard_is_refused_and_nothing_is_changed(number):
+def test_signal_that_cannot_be_handled_is_rejected(number):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(InvalidArgument, match="cannot be handled"):
         PreemptionGuard(signals=[signal.SIGTERM, number]).__enter__()
@@ -154,7 +154,7 @@ def test_what_cannot_be_heard_is_refused_and_nothing_is_changed(number):
     assert signal.getsignal(signal.SIGTERM) is before, "also if it was named twice"
 
 
-def test_nobody_enters_twice():
+def test_guard_is_not_reentrant():
     before = signal.getsignal(signal.SIGTERM)
     with PreemptionGuard() as stop, pytest.raises(InvalidState, match="already active"), stop:
         pass
@@ -164,7 +164,7 @@ def test_nobody_enters_twice():
     assert stop.should_stop()
 
 
-def test_a_rank_leaves_though_nobody_reads_its_last_words(monkeypatch):
+def test_exit_survives_a_broken_stderr(monkeypatch):
     class Closed(io.StringIO):
         def write(self, _):
             raise BrokenPipeError
@@ -175,20 +175,20 @@ def test_a_rank_leaves_though_nobody_reads_its_last_words(monkeypatch):
     assert end.value.code == PreemptionGuard.EXIT_CODE
 
 
-def test_a_rank_that_was_given_no_group_says_so(monkeypatch, caplog):
+def test_rank_without_a_group_logs_a_warning(monkeypatch, caplog):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     PreemptionGuard()
     assert "rank 0 of 2 has no process group" in caplog.text
 
 
-def test_other_signals_can_be_meant():
+def test_custom_signals():
     with PreemptionGuard(signals=[signal.SIGUSR1]) as stop:
         signal.raise_signal(signal.SIGUSR1)
         assert stop.should_stop()
 
 
-def test_what_is_ignored_stays_ignored():
+def test_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with PreemptionGuard() as stop:
@@ -198,7 +198,7 @@ def test_what_is_ignored_stays_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_program_may_ask_for_itself(capsys):
+def test_stop_can_be_requested_by_the_program(capsys):
     with PreemptionGuard(signals=()) as stop:
         stop.request()
         assert stop.should_stop()
@@ -208,7 +208,7 @@ def test_a_program_may_ask_for_itself(capsys):
     assert capsys.readouterr().err == "stopped on request\n"
 
 
-def test_only_the_main_thread_hears_signals():
+def test_guard_must_be_entered_in_the_main_thread():
     errors = []
 
     def enter():

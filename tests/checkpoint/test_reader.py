@@ -1,4 +1,4 @@
-"""Load: whole, in part, in place; all of it or nothing."""
+"""Loading: full, partial and in place; all or nothing."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def zeros():
     return {"model": {"weight": torch.zeros(64, 33), "bias": torch.zeros(7)}}
 
 
-def test_only_what_is_asked_for_is_loaded_in_place(path):
+def test_requested_keys_are_loaded_in_place(path):
     state = zeros()
     weight = state["model"]["weight"]
     loaded, missing = load(path, 1, 2, state)
@@ -41,7 +41,7 @@ def test_only_what_is_asked_for_is_loaded_in_place(path):
     assert same(state, {"model": mixed(0, 5)["model"]})
 
 
-def test_what_is_missing_is_named_and_left_alone(path):
+def test_missing_keys_are_returned_and_left_unchanged(path):
     state = {**zeros(), "new": 3, "step": None}
     state["model"]["scale"] = torch.ones(2)
     loaded, missing = load(path, 0, 2, state)
@@ -51,7 +51,7 @@ def test_what_is_missing_is_named_and_left_alone(path):
     assert torch.equal(loaded["model"]["scale"], torch.ones(2))
 
 
-def test_strict_raises_for_what_is_missing(path):
+def test_strict_raises_for_missing_keys(path):
     checkpointer = make_sync_checkpointer()
     with pytest.raises(MissingKeys, match=r"missing keys: \['new'\]"):
         checkpointer.load(path, {"new": 1}, strict=True)
@@ -80,7 +80,7 @@ def test_strict_raises_for_what_is_missing(path):
         (torch.zeros(1), r"model is a dict in the checkpoint, expected float32\[1\]"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_touched(path, wrong, message):
+def test_mismatch_is_named_and_nothing_is_loaded(path, wrong, message):
     weight = torch.zeros(64, 33)
     model = {"weight": weight, **wrong} if isinstance(wrong, dict) else wrong
     state = {"step": 0, "model": model}
@@ -110,14 +110,14 @@ def freed():
         (freed, "storage was freed"),
     ],
 )
-def test_a_tensor_that_cannot_take_it_is_named_and_nothing_is_touched(path, make, why):
+def test_tensor_that_cannot_be_loaded_in_place_is_named(path, make, why):
     bias = torch.zeros(7)
     with pytest.raises(StateMismatch, match=rf"model\.weight cannot be loaded in place: .*{why}"):
         load(path, 0, 2, {"model": {"bias": bias, "weight": make()}})
     assert not bias.any()
 
 
-def test_tensors_of_inference_are_loaded_wherever_they_are(tmp_path):
+def test_inference_tensors_are_loaded(tmp_path):
     for url in (tmp_path / "c", f"memory://{tmp_path.name}/c"):
         saved(url, [{"a": torch.ones(2, 3), "b": torch.ones(2)}])
         with torch.inference_mode():
@@ -127,7 +127,7 @@ def test_tensors_of_inference_are_loaded_wherever_they_are(tmp_path):
 
 
 class Picky:
-    """Something that a checkpoint of a stranger may be no good for."""
+    """An object whose load_state_dict raises."""
 
     def __init__(self, value=1):
         self.value = value
@@ -139,7 +139,7 @@ class Picky:
         raise LookupError("not this one")
 
 
-def test_what_cannot_be_decoded_or_taken_leaves_the_rest_untouched(tmp_path):
+def test_failing_codec_or_object_leaves_other_tensors_unchanged(tmp_path):
     def decode(value):
         raise FileNotFoundError(f"no {value} here")
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_decoded_or_taken_leaves_the_rest_untouched(tmp_path):
         assert not state["w"].any()
 
 
-def test_damage_anywhere_leaves_the_whole_state_untouched(path):
+def test_damage_leaves_the_whole_state_unchanged(path):
     for file in path.glob("*.safetensors"):
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
@@ -165,7 +165,7 @@ def test_damage_anywhere_leaves_the_whole_state_untouched(path):
     assert same({**zeros(), "own": torch.zeros(5, dtype=torch.int64), "step": None}, state)
 
 
-def test_damage_elsewhere_does_not_matter(path):
+def test_damage_in_an_unneeded_file_is_ignored(path):
     (other,) = path.glob("rank1-*.safetensors")
     other.unlink()
     assert load(path, 0, 2, {"own": None, "step": 0})[0]["step"] == 5
@@ -173,7 +173,7 @@ def test_damage_elsewhere_does_not_matter(path):
         load(path, 0, 2)
 
 
-def test_tensors_of_all_kinds_are_loaded_in_place(tmp_path):
+def test_strided_and_conjugate_tensors_are_loaded_in_place(tmp_path):
     values = {
         "a": torch.randn(4, 6),
         "c": torch.randn(3, dtype=torch.complex64),
@@ -188,7 +188,7 @@ def test_tensors_of_all_kinds_are_loaded_in_place(tmp_path):
     assert torch.equal(conjugate, values["c"].conj().resolve_conj())
 
 
-def test_autograd_notices_that_a_tensor_was_loaded(tmp_path):
+def test_load_bumps_the_version_counter(tmp_path):
     saved(tmp_path / "c", [{"w": torch.ones(3)}])
     weight = torch.zeros(3, requires_grad=True)
     loss = (weight * weight).sum()
@@ -216,7 +216,7 @@ def everything(model, optimizer, loader):
     return {"model": Replicated(model), **parts}
 
 
-def test_objects_are_loaded_by_their_own_protocol(tmp_path):
+def test_objects_are_loaded_by_load_state_dict(tmp_path):
     model, optimizer = trained()
     loader = Loader()
     loader.position = 17
@@ -234,7 +234,7 @@ def test_objects_are_loaded_by_their_own_protocol(tmp_path):
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_an_optimizer_comes_back_with_the_keys_and_types_it_had(tmp_path):
+def test_optimizer_state_keeps_its_keys_and_types(tmp_path):
     _, optimizer = trained()
     saved(tmp_path / "c", [{"optimizer": optimizer}])
     loaded = load(tmp_path / "c")[0]["optimizer"]
@@ -243,7 +243,7 @@ def test_an_optimizer_comes_back_with_the_keys_and_types_it_had(tmp_path):
     assert isinstance(loaded["param_groups"][0]["betas"], tuple)
 
 
-def test_a_model_trains_on_as_if_it_had_not_been_stopped(tmp_path):
+def test_resumed_training_matches_uninterrupted_training(tmp_path):
     def steps(model, optimizer, count):
         for _ in range(count):
             optimizer.zero_grad()
@@ -259,7 +259,7 @@ def test_a_model_trains_on_as_if_it_had_not_been_stopped(tmp_path):
     assert same(model.state_dict(), dict(other.state_dict()))
 
 
-def test_lists_and_tuples_are_loaded_by_place(tmp_path):
+def test_lists_and_tuples_are_loaded_by_index(tmp_path):
     saved(tmp_path / "c", [{"l": [torch.ones(2), 1, 2], "t": (1, "x")}])
     tensor = torch.zeros(2)
     loaded, missing = load(tmp_path / "c", state={"l": [tensor, 0], "t": (0, "", 5)})
@@ -270,7 +270,7 @@ def test_lists_and_tuples_are_loaded_by_place(tmp_path):
     assert missing == ["t[2]"]
 
 
-def test_state_of_another_rank_is_loaded_by_its_number(path):
+def test_rank_argument_loads_the_state_of_another_rank(path):
     assert CheckpointReader(RankInfo(7, 8)).read(path, rank=1)[0]["position"] == {
         "epoch": 1,
         "sample": 1,
@@ -285,12 +285,12 @@ def test_state_of_another_rank_is_loaded_by_its_number(path):
 
 
 @pytest.mark.parametrize("rank", [-1, "1", 1.0])
-def test_a_rank_that_is_none_is_refused(path, rank):
+def test_bad_rank_argument_is_rejected(path, rank):
     with pytest.raises(ValueError, match="rank must be a non-negative integer"):
         CheckpointReader(RankInfo(0, 2)).read(path, rank=rank)
 
 
-def test_nothing_but_state_per_rank(tmp_path):
+def test_state_that_is_entirely_per_rank(tmp_path):
     saved(tmp_path / "c", [PerRank({"r": 0}), PerRank({"r": 1})])
     assert load(tmp_path / "c", 1, 2)[0] == {"r": 1}
     with pytest.raises(MissingKeys, match="was saved per rank, by ranks 0, 1 only"):
@@ -301,23 +301,23 @@ def test_nothing_but_state_per_rank(tmp_path):
     "map_location",
     ["cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, _: storage, None],
 )
-def test_map_location_means_what_it_does_to_torch(path, map_location):
+def test_map_location_accepts_torchs_forms(path, map_location):
     assert load(path, map_location=map_location)[0]["model"]["bias"].device.type == "cpu"
 
 
-def test_other_arguments_are_those_of_torch_load_or_refused(path):
+def test_unknown_arguments_are_rejected(path):
     reader = CheckpointReader(RankInfo(0, 2))
     reader.read(path, weights_only=True)
     with pytest.raises(ValueError, match="unknown arguments: rnak"):
         reader.read(path, rnak=1)
 
 
-def test_map_location_moves(path):
+def test_map_location_changes_the_device(path):
     for where in ("meta", {"cpu": "meta"}):
         assert load(path, map_location=where)[0]["model"]["bias"].is_meta
 
 
-def test_where_there_is_nothing_nothing_is_found(tmp_path):
+def test_missing_checkpoint_is_file_not_found(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     for name in ("nowhere", "empty", "file"):
@@ -326,7 +326,7 @@ def test_where_there_is_nothing_nothing_is_found(tmp_path):
         assert issubclass(CheckpointNotFound, FileNotFoundError)
 
 
-def test_links_pipes_and_folders_are_not_followed(path, tmp_path):
+def test_links_pipes_and_directories_are_rejected(path, tmp_path):
     (file,) = path.glob("rank0-*.safetensors")
     data = file.read_bytes()
     elsewhere = tmp_path / "elsewhere"
@@ -352,7 +352,7 @@ def test_links_pipes_and_folders_are_not_followed(path, tmp_path):
         load(path)
 
 
-def test_the_folder_itself_may_be_a_link(path, tmp_path):
+def test_checkpoint_directory_may_be_a_symlink(path, tmp_path):
     (tmp_path / "link").symlink_to(path)
     assert load(tmp_path / "link", 0, 2)[0]["step"] == 5
     saved(tmp_path / "link", [{"step": 6}])
@@ -360,7 +360,7 @@ def test_the_folder_itself_may_be_a_link(path, tmp_path):
     assert load(path)[0]["step"] == 6
 
 
-def test_names_are_those_of_upstream():
+def test_reader_and_writer_signatures_match_upstream():
     import inspect
 
     from torch.distributed.checkpoint import _experimental as upstream

@@ -1,4 +1,4 @@
-"""Checkpoints where there are no locks and no renames: the manifest decides, and comes last."""
+"""Checkpoints on storage without locks or renames: the manifest is written last."""
 
 import os
 
@@ -20,15 +20,15 @@ from .internals import LocalStorage, OpenCheckpoint, storage_at
 from .states import ThreadExchange, load, mixed, plain, same, save, saved, together
 
 
-class Shelf(LocalFileSystem):
-    """A store of files in folders, of which a test may break something."""
+class FlakyFileSystem(LocalFileSystem):
+    """A file system on which tests can make operations fail."""
 
-    protocol = "shelf"
+    protocol = "flaky"
     broken = frozenset()
 
     @classmethod
     def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.removeprefix("shelf://"))
+        return super()._strip_protocol(path.removeprefix("flaky://"))
 
     def rm_file(self, path):
         self._fail("rm_file")
@@ -47,11 +47,11 @@ class Shelf(LocalFileSystem):
             raise OSError("the network is down")
 
 
-fsspec.register_implementation("shelf", Shelf, clobber=True)
+fsspec.register_implementation("flaky", FlakyFileSystem, clobber=True)
 
 
-@pytest.mark.parametrize("scheme", ["memory://{name}/c", "shelf://{folder}/c", "file://{folder}/c"])
-def test_what_fsspec_can_reach(tmp_path, scheme):
+@pytest.mark.parametrize("scheme", ["memory://{name}/c", "flaky://{folder}/c", "file://{folder}/c"])
+def test_save_and_load_on_fsspec_storage(tmp_path, scheme):
     url = scheme.format(name=tmp_path.name, folder=tmp_path)
     for step, meet in ((1, ThreadExchange), (2, None)):
         saved(url, [mixed(rank, step) for rank in range(2)], meet=meet)
@@ -78,8 +78,8 @@ def save_there(ctx, url, step):
     ("point", "step"),
     [("tensor", 1), ("flush", 1), ("publish", 1), ("published", 2), ("discard", 2)],
 )
-def test_who_is_killed_leaves_the_old_or_the_new(ranks, tmp_path, point, step):
-    url = f"shelf://{tmp_path}/c"
+def test_killed_rank_leaves_the_old_or_the_new_checkpoint(ranks, tmp_path, point, step):
+    url = f"flaky://{tmp_path}/c"
     saved(url, [mixed(0, 1)])
     ranks.run(save_there, 1, args=(url, 2), faults=[Fault(f"checkpoint:{point}", kill(), rank=0)])
     assert same(plain(mixed(0, step)), load(url)[0])
@@ -87,8 +87,8 @@ def test_who_is_killed_leaves_the_old_or_the_new(ranks, tmp_path, point, step):
     assert same(plain(mixed(0, 3)), load(url)[0])
 
 
-def test_a_reader_of_what_is_replaced_at_that_moment_starts_again(tmp_path, monkeypatch):
-    """On an object store a file may go at any time between the manifest and the last read."""
+def test_reader_retries_when_the_checkpoint_is_replaced(tmp_path, monkeypatch):
+    """On an object store a file may vanish between reading the manifest and the last read."""
     url = f"memory://{tmp_path.name}/c"
     saved(url, [{"step": 1, "w": torch.full((3,), 1.0)}])
     original = OpenCheckpoint.open_files
@@ -109,26 +109,26 @@ def test_a_reader_of_what_is_replaced_at_that_moment_starts_again(tmp_path, monk
     assert len(replaced) == 2
 
 
-def test_the_file_system_is_not_left_to_fsspec(tmp_path):
-    """It would write over the manifest that is there: who dies then has lost both checkpoints."""
+def test_local_urls_do_not_use_fsspec(tmp_path):
+    """fsspec overwrites the manifest in place: a kill would lose both checkpoints."""
     for scheme in ("file", "local"):
         assert isinstance(storage_at(f"{scheme}://{tmp_path}/c"), LocalStorage)
     saved(tmp_path / "c", [{"a": 1}])
     assert load(f"file://{tmp_path}/c")[0] == {"a": 1}
 
 
-def test_a_store_that_fails_after_the_commit_does_not_undo_it(tmp_path, monkeypatch):
-    url = f"shelf://{tmp_path}/c"
+def test_failure_after_the_commit_does_not_undo_it(tmp_path, monkeypatch):
+    url = f"flaky://{tmp_path}/c"
     saved(url, [{"w": torch.ones(3)}])
-    monkeypatch.setattr(Shelf, "broken", {"rm_file"})
+    monkeypatch.setattr(FlakyFileSystem, "broken", {"rm_file"})
     saved(url, [{"w": torch.zeros(3)}])
     assert same(load(url)[0], {"w": torch.zeros(3)})
 
 
-def test_an_upload_that_arrives_although_it_seems_to_fail(tmp_path, monkeypatch):
-    url = f"shelf://{tmp_path}/c"
+def test_upload_that_arrives_despite_an_error(tmp_path, monkeypatch):
+    url = f"flaky://{tmp_path}/c"
     saved(url, [{"w": torch.ones(3)}])
-    monkeypatch.setattr(Shelf, "broken", {"pipe_file"})
+    monkeypatch.setattr(FlakyFileSystem, "broken", {"pipe_file"})
     (error,) = save(url, [{"w": torch.zeros(3)}])
     assert isinstance(error, SaveFailed)
     assert same(load(url)[0], {"w": torch.zeros(3)}), "its files were not taken for leftovers"
@@ -136,10 +136,10 @@ def test_an_upload_that_arrives_although_it_seems_to_fail(tmp_path, monkeypatch)
 
 def test_a_manifest_that_cannot_be_read_is_not_replaced(tmp_path, monkeypatch):
     """Its files would stay for ever: no manifest names them, and nothing else removes them."""
-    url = f"shelf://{tmp_path}/c"
+    url = f"flaky://{tmp_path}/c"
     saved(url, [{"w": torch.ones(3)}])
     with monkeypatch.context() as patch:
-        patch.setattr(Shelf, "broken", {"cat_file"})
+        patch.setattr(FlakyFileSystem, "broken", {"cat_file"})
         (error,) = save(url, [{"w": torch.zeros(3)}])
     assert isinstance(error, SaveFailed)
     assert "while committing: OSError: the network is down" in str(error)
@@ -151,8 +151,8 @@ def test_a_manifest_that_cannot_be_read_is_not_replaced(tmp_path, monkeypatch):
     saved(url, [{"w": torch.ones(3)}])  # which replaces that one
 
 
-def test_files_of_a_failed_save_do_not_stay(tmp_path):
-    url = f"shelf://{tmp_path}/c"
+def test_files_of_a_failed_save_are_removed(tmp_path):
+    url = f"flaky://{tmp_path}/c"
     saved(url, [{"w": torch.ones(3)}] * 2)
 
     class No(WriterHook):
@@ -167,22 +167,22 @@ def test_files_of_a_failed_save_do_not_stay(tmp_path):
     assert sorted(os.listdir(tmp_path / "c")) == before
 
 
-def test_a_store_that_fails_while_cleaning_up_does_not_hide_the_cause(tmp_path, monkeypatch):
+def test_failure_during_cleanup_does_not_hide_the_cause(tmp_path, monkeypatch):
     class Breaking(WriterHook):
         def pre_commit(self, path, **kwargs):  # noqa: ARG002 - it breaks whatever comes
-            monkeypatch.setattr(Shelf, "broken", {"cat_file"})
+            monkeypatch.setattr(FlakyFileSystem, "broken", {"cat_file"})
             raise ValueError("this came first")
 
         def post_commit(self, path, **kwargs):
             pass
 
-    (error,) = save(f"shelf://{tmp_path}/c", [{"w": torch.ones(3)}], hook=lambda _: Breaking())
+    (error,) = save(f"flaky://{tmp_path}/c", [{"w": torch.ones(3)}], hook=lambda _: Breaking())
     assert isinstance(error, SaveFailed)
     assert "this came first" in str(error)
 
 
-def test_notes_bear_that_others_remove_the_folder(tmp_path):
-    board = storage_at(f"shelf://{tmp_path}/c").message_store()
+def test_messages_survive_removal_of_the_directory_by_others(tmp_path):
+    board = storage_at(f"flaky://{tmp_path}/c").message_store()
 
     def come_and_go(rank):
         for _ in range(100):
@@ -192,8 +192,8 @@ def test_notes_bear_that_others_remove_the_folder(tmp_path):
     assert together(4, come_and_go) == [None] * 4
 
 
-def test_half_a_note_is_none(tmp_path):
-    board = storage_at(f"shelf://{tmp_path}/c").message_store()
+def test_truncated_message_is_ignored(tmp_path):
+    board = storage_at(f"flaky://{tmp_path}/c").message_store()
     board.put("note.1", "the whole story")
     (file,) = (tmp_path / "c" / ".saving").iterdir()
     data = file.read_bytes()

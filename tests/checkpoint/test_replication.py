@@ -1,4 +1,4 @@
-"""Replicated state: how ranks find and divide it."""
+"""Replicated state: detection and division among ranks."""
 
 import json
 import re
@@ -32,7 +32,7 @@ SIZES = st.dictionaries(st.text("abcdef", max_size=4), st.integers(0, 500), max_
 
 @settings(deadline=None, max_examples=300)
 @given(SIZES, st.integers(1, 9), st.sampled_from([1, 16, 64]), st.sampled_from([1, 4, 16]))
-def test_every_byte_has_exactly_one_rank_and_the_parts_are_even(sizes, ranks, grain, cut):
+def test_every_byte_belongs_to_one_rank_and_shards_are_balanced(sizes, ranks, grain, cut):
     grain = max(grain, cut)
     shares = divide_among_ranks(sizes, ranks, grain=grain, cut=cut)
     assert len(shares) == ranks
@@ -45,12 +45,12 @@ def test_every_byte_has_exactly_one_rank_and_the_parts_are_even(sizes, ranks, gr
         assert all(part.start < part.stop for part in mine) or size == 0
     loads = [sum(part.stop - part.start for part in share) for share in shares]
     assert max(loads) - min(loads) < 2 * grain + 2
-    # A border cuts one tensor at most, so there are few more parts than tensors.
+    # Each shard boundary splits at most one tensor.
     assert sum(map(len, shares)) <= len(sizes) + ranks - 1
 
 
 @given(SIZES, st.integers(1, 5), st.randoms())
-def test_the_division_does_not_depend_on_the_order_of_keys(sizes, ranks, random):
+def test_division_does_not_depend_on_key_order(sizes, ranks, random):
     names = list(sizes)
     random.shuffle(names)
     shuffled = {name: sizes[name] for name in names}
@@ -59,7 +59,7 @@ def test_the_division_does_not_depend_on_the_order_of_keys(sizes, ranks, random)
     )
 
 
-def test_one_rank_has_all_of_it():
+def test_single_rank_gets_everything():
     assert divide_among_ranks({"b": 3, "a": 0}, 1) == [
         [ShardBounds("a", 0, 0), ShardBounds("b", 0, 3)]
     ]
@@ -67,7 +67,7 @@ def test_one_rank_has_all_of_it():
 
 
 def compare(states):
-    """Let ranks compare their states; return what each found, and how much was said."""
+    """Compare the states of ranks; return each rank's result and the bytes exchanged."""
     barrier = ThreadExchange(len(states))
     said = []
 
@@ -81,14 +81,14 @@ def compare(states):
     return together(len(states), run), sum(map(len, said))
 
 
-def test_ranks_that_hold_the_same_say_one_line():
+def test_equal_states_exchange_one_digest():
     state = {"model": torch.nn.Linear(5, 7), "steps": [1, (2, None)]}
     found, said = compare([state] * 3)
     assert found == [{}] * 3
     assert said < 3 * 80
 
 
-def test_ranks_find_exactly_what_differs():
+def test_find_differences_returns_exactly_the_differing_paths():
     def state(rank):
         return {
             "model": {f"layer {i}": torch.full((2,), i) for i in range(100)},
@@ -110,7 +110,7 @@ def test_ranks_find_exactly_what_differs():
     assert said < 3 * 1500, "ranks do not exchange the layers of a replicated model"
 
 
-def test_what_is_marked_per_rank_is_not_looked_at():
+def test_per_rank_state_is_not_compared():
     class Untouchable(torch.nn.Module):
         def state_dict(self):
             return {"w": torch.ones(2)}
@@ -140,7 +140,7 @@ def test_replicated_state_that_differs_is_named_on_every_rank(states, message):
         assert re.search(message, str(error)), error
 
 
-def test_a_fingerprint_sees_the_ends_and_the_middle():
+def test_sampled_digest_covers_ends_and_middle():
     tensor = torch.zeros(1 << 20)
     first = sampled_digest(tensor)
     for place in (0, -1, tensor.numel() // 16, tensor.numel() // 2):
@@ -160,7 +160,7 @@ def test_digests_do_not_depend_on_strides():
 
 
 def own_shards(state, rank_info):
-    """The state with only the bytes of replicated tensors that a rank writes."""
+    """Return the state with only this rank's shards of replicated tensors."""
     tree = parse_state(state)
     shards = replicated_shards(tree, rank_info)
     return state_from_tree(
@@ -169,7 +169,7 @@ def own_shards(state, rank_info):
 
 
 def staged(state, rank, size):
-    """As a stager does it: only what this rank writes, in memory of its own."""
+    """Copy only what this rank writes, as a stager does."""
     kept = own_shards(state, RankInfo(rank, size))
 
     def copy(value):
@@ -187,7 +187,7 @@ def staged(state, rank, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_may_stage_only_what_they_write(tmp_path, size):
+def test_ranks_may_stage_only_their_shards(tmp_path, size):
     model = {"w": torch.randn(1 << 20), "v": torch.randn(3), "e": torch.empty(0)}
     model["tied"] = model["w"]
     states = [{"m": Replicated(model), "own": PerRank(torch.tensor(r))} for r in range(size)]
@@ -209,7 +209,7 @@ class Pair:
         self.one, self.two = one, two
 
 
-def test_a_codec_sees_whole_tensors_also_where_a_part_is_staged(tmp_path):
+def test_codec_sees_full_tensors_when_shards_are_staged(tmp_path):
     register_codec(
         "test.pair",
         Pair,
@@ -225,7 +225,7 @@ def test_a_codec_sees_whole_tensors_also_where_a_part_is_staged(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("readers", [1, 2, 8])
-def test_what_any_number_of_ranks_has_saved_any_number_can_load(tmp_path, size, readers):
+def test_checkpoint_loads_at_any_world_size(tmp_path, size, readers):
     saved(tmp_path / "c", [mixed(rank) for rank in range(size)])
     for rank in range(readers):
         loaded, missing = load(tmp_path / "c", rank, readers)

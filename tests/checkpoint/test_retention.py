@@ -1,4 +1,4 @@
-"""What of a folder is kept, and what goes."""
+"""Retention: which checkpoints are kept and which are removed."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ from .internals import (
 from .states import damage, filled, names, state_of
 
 
-def test_the_last_ones_and_every_so_many_are_kept(tmp_path):
+def test_keep_last_and_keep_every(tmp_path):
     with filled(tmp_path / "run", range(0, 50, 5), keep_last=2, keep_every=20) as folder:
         assert folder.steps() == [0, 20, 40, 45]
         assert folder.latest() == 45
@@ -31,12 +31,12 @@ def test_the_last_ones_and_every_so_many_are_kept(tmp_path):
     assert names(tmp_path / "run") == [step_name(step) for step in (0, 20, 40, 45)]
 
 
-def test_without_keep_every_only_the_last_ones_are_kept(tmp_path):
+def test_keep_last_without_keep_every(tmp_path):
     with filled(tmp_path, [0, 1000, 2000, 2001, 2002], keep_last=2) as folder:
         assert folder.steps() == [2001, 2002]
 
 
-def test_retention_reads_of_a_manifest_only_which_files_there_are(tmp_path):
+def test_manifest_outline_reads_only_the_file_list(tmp_path):
     filled(tmp_path, [1])
     manifest = (tmp_path / "step-00000001" / "manifest.json").read_bytes()
     assert ManifestOutline.load(manifest, "it").files == Manifest.load(manifest, "it").files != {}
@@ -52,7 +52,7 @@ def test_retention_reads_of_a_manifest_only_which_files_there_are(tmp_path):
         ManifestOutline.load(document.dump(), "it")
 
 
-def test_a_link_is_not_removed_and_not_followed_either(tmp_path):
+def test_symlinked_step_is_neither_removed_nor_followed(tmp_path):
     folder = filled(tmp_path / "run", [1])
     folder.close()
     os.symlink(folder.path(1), folder.path(2))
@@ -61,7 +61,7 @@ def test_a_link_is_not_removed_and_not_followed_either(tmp_path):
     assert folder.load(1)["step"] == 1
 
 
-def test_what_is_damaged_is_not_one_of_the_last_and_stays(tmp_path):
+def test_damaged_steps_do_not_count_and_are_kept(tmp_path):
     folder = filled(tmp_path, [1, 2, 3], keep_last=5)
     for step, name in ((3, "manifest.json"), (2, None)):
         place = folder.path(step)
@@ -72,20 +72,20 @@ def test_what_is_damaged_is_not_one_of_the_last_and_stays(tmp_path):
     assert folder.steps() == [2, 3, 4, 5]
 
 
-def test_the_last_good_one_stays_when_newer_ones_are_damaged(tmp_path):
-    """Also when only their data can tell, which is not read when a step was written just now."""
+def test_last_good_step_is_kept_when_newer_ones_are_damaged(tmp_path):
+    """Also when only the data is damaged, which is not read right after a save."""
     folder = filled(tmp_path, [1, 2, 3], keep_last=5)
     damage(folder.path(3))
-    shelf = LocalCheckpointDirectory(str(tmp_path))
+    local = LocalCheckpointDirectory(str(tmp_path))
     for dry_run in (True, False):
-        verdicts = prune(shelf, RetentionPolicy(last=1), dry_run=dry_run)
+        verdicts = prune(local, RetentionPolicy(last=1), dry_run=dry_run)
         assert [each.kept for each in verdicts] == [None, "the last one", "damaged"]
     assert folder.steps() == [2, 3]
     damage(folder.path(2))
-    assert [each.kept for each in prune(shelf, RetentionPolicy(last=1))] == ["damaged", "damaged"]
+    assert [each.kept for each in prune(local, RetentionPolicy(last=1))] == ["damaged", "damaged"]
 
 
-def test_what_is_not_ours_is_left_alone(tmp_path):
+def test_foreign_files_are_left_alone(tmp_path):
     folder = filled(tmp_path / "run", [1, 2, 3], keep_last=5)
     os.rename(folder.path(2), tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", folder.path(2))
@@ -99,7 +99,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
     assert {"log.txt", "step-00000000"} <= set(names(tmp_path / "run"))
 
 
-def test_what_is_being_read_stays_until_it_is_not(tmp_path):
+def test_step_locked_for_reading_is_not_removed(tmp_path):
     folder = filled(tmp_path, [1], keep_last=1)
     hold = LocalCheckpointDirectory(str(tmp_path)).lock_for_reading(1)
     folder.save(2, state_of(2))
@@ -109,7 +109,7 @@ def test_what_is_being_read_stays_until_it_is_not(tmp_path):
     assert folder.steps() == [3]
 
 
-def test_a_reader_that_has_no_lock_can_finish_all_the_same(tmp_path):
+def test_reader_without_a_lock_can_finish(tmp_path):
     folder = filled(tmp_path, [1], keep_last=1)
     with closing(storage_at(folder.path(1)).snapshot()) as snapshot:
         (name,) = [each for each in os.listdir(folder.path(1)) if each.startswith("rank")]
@@ -121,7 +121,7 @@ def test_a_reader_that_has_no_lock_can_finish_all_the_same(tmp_path):
     assert bytes(data).count(torch.tensor(1.0).numpy().tobytes()) >= 50
 
 
-def test_readers_never_notice_that_old_ones_go(tmp_path):
+def test_concurrent_readers_are_not_disturbed_by_retention(tmp_path):
     folder = filled(tmp_path, [0], keep_last=1)
     done = threading.Event()
     seen, errors = set(), []
@@ -149,7 +149,7 @@ def test_readers_never_notice_that_old_ones_go(tmp_path):
     assert len(seen) > 1
 
 
-def test_a_power_cut_brings_no_half_of_an_old_one_back(tmp_path, monkeypatch):
+def test_removal_is_durable_before_files_are_unlinked(tmp_path, monkeypatch):
     folder = filled(tmp_path, [1], keep_last=1)
     order = []
 

@@ -1,4 +1,4 @@
-"""Ranks that are not at the same save."""
+"""Ranks whose save numbers differ."""
 
 import pytest
 
@@ -9,8 +9,8 @@ from .states import ThreadExchange, load, mixed, plain, same, together
 
 
 @pytest.mark.parametrize("meet", [ThreadExchange, None])
-def test_who_is_behind_gives_up_and_catches_up(tmp_path, meet):
-    """As when the writer of rank 1 was killed in the second save, and rank 0 is still there."""
+def test_rank_that_is_behind_abandons_its_save_and_catches_up(tmp_path, meet):
+    """As when the writer of rank 1 was killed in the second save and rank 0 is still in it."""
     path = str(tmp_path / "c")
     barrier = None if meet is None else meet(2)
 
@@ -33,7 +33,7 @@ def test_who_is_behind_gives_up_and_catches_up(tmp_path, meet):
         assert same(plain(mixed(rank, 3)), load(path, rank, 2)[0])
 
 
-def test_writers_count_their_saves(tmp_path):
+def test_save_numbers_are_counted_by_the_writer(tmp_path):
     barrier = ThreadExchange(2)
 
     def save(rank):
@@ -48,7 +48,7 @@ def test_writers_count_their_saves(tmp_path):
     assert load(tmp_path / "c")[0] == {"step": 2}
 
 
-def test_ranks_that_do_not_agree_on_their_number(tmp_path):
+def test_world_size_mismatch_is_reported(tmp_path):
     barrier = ThreadExchange(2)
 
     def save(sizes):
@@ -67,7 +67,7 @@ def test_ranks_that_do_not_agree_on_their_number(tmp_path):
         assert "the barrier has 2 ranks, expected 3" in str(error)
 
 
-def test_a_rank_is_one_of_those_there_are():
+def test_rank_outside_the_world_size_is_rejected():
     for rank, size in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(ValueError, match="rank must be in"):
             RankInfo(rank, size)

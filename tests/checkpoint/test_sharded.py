@@ -1,4 +1,4 @@
-"""A model whose optimizer is spread over four ranks: saved, and at home with any number."""
+"""Checkpoints of a sharded optimizer load at any world size."""
 
 import copy
 
@@ -38,7 +38,7 @@ def equal(model):
 
 
 @over_groups(backends=("local",), sizes=(4,))
-def test_an_optimizer_of_four_ranks_loads_on_any_number(group, tmp_path):
+def test_sharded_optimizer_loads_at_other_world_sizes(group, tmp_path):
     model = equal(torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)))
     oracle = copy.deepcopy(model)
     optimizer, plain = sharded(model, group), torch.optim.Adam(oracle.parameters(), lr=0.1)
@@ -58,7 +58,7 @@ def test_an_optimizer_of_four_ranks_loads_on_any_number(group, tmp_path):
 
 
 def resume(group, path, oracle):
-    """Load on a group, and take the step that was taken by who had not stopped."""
+    """Load on a group and take the step that the oracle took."""
     model = copy.deepcopy(oracle)
     optimizer = sharded(model, group)
     reader = CheckpointReader(RankInfo(group.rank(), group.size()))

@@ -1,4 +1,4 @@
-"""One job at a time at a path, which cleans up after those that have died."""
+"""Exclusive saves per path, and cleanup after dead jobs."""
 
 import os
 
@@ -17,7 +17,7 @@ from .internals import (
 from .states import ThreadBarrier, ThreadExchange, load, same, save, saved, together
 
 
-def test_two_jobs_at_one_folder(tmp_path):
+def test_second_job_at_a_path_is_rejected(tmp_path):
     path = tmp_path / "c"
     storage = LocalStorage(str(path))
     held = storage.begin("process 7 on host elsewhere (2 ranks)")
@@ -32,7 +32,7 @@ def test_two_jobs_at_one_folder(tmp_path):
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_a_lock_is_taken_by_one_of_many(tmp_path):
+def test_lock_is_exclusive(tmp_path):
     holding, most = [], []
 
     def take(rank):
@@ -51,7 +51,7 @@ def test_a_lock_is_taken_by_one_of_many(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_leftovers_of_the_dead_are_removed_and_nothing_else(tmp_path):
+def test_only_leftovers_of_dead_saves_are_removed(tmp_path):
     path = tmp_path / "c"
     saved(path, [{"a": torch.ones(3)}])
     (path / "notes.txt").write_text("mine")
@@ -68,7 +68,7 @@ def test_leftovers_of_the_dead_are_removed_and_nothing_else(tmp_path):
     assert (path / "notes.txt").read_text() == "mine"
 
 
-def test_leftovers_are_removed_without_a_save_too(tmp_path):
+def test_clean_removes_leftovers_without_a_save(tmp_path):
     for name in ("dead", "alive"):
         (tmp_path / f".{name}.saving" / ("1" * 16)).mkdir(parents=True)
     saved(tmp_path / "dead", [{"a": torch.ones(2)}])
@@ -82,7 +82,7 @@ def test_leftovers_are_removed_without_a_save_too(tmp_path):
     assert same(load(tmp_path / "dead")[0], {"a": torch.ones(2)})
 
 
-def test_a_damaged_checkpoint_is_replaced_but_first_left_alone(tmp_path):
+def test_damaged_checkpoint_is_kept_until_a_save_succeeds(tmp_path):
     path = tmp_path / "c"
     saved(path, [{"a": torch.ones(3)}])
     (path / MANIFEST).write_text("{")
@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_is_replaced_but_first_left_alone(tmp_path):
     assert same(load(path)[0], {"a": torch.ones(4)})
 
 
-def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path):
+def test_manifest_that_is_a_fifo_does_not_block(tmp_path):
     path = tmp_path / "c"
     path.mkdir()
     os.mkfifo(path / MANIFEST)
@@ -104,8 +104,8 @@ def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path):
     assert load(path)[0] == {"a": 1}
 
 
-def test_a_lock_that_is_a_link_leads_nowhere(tmp_path):
-    """Who may write in this folder could otherwise have us write over any file of ours."""
+def test_symlinked_lock_is_not_followed(tmp_path):
+    """Otherwise a user with write access here could make us overwrite any of our files."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (tmp_path / ".c.saving").mkdir()
@@ -121,7 +121,7 @@ def test_a_lock_that_is_a_link_leads_nowhere(tmp_path):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/", path)])
-def test_what_is_not_a_leftover_is_in_nobodys_way(tmp_path, make):
+def test_foreign_entries_do_not_fail_a_save(tmp_path, make):
     path = tmp_path / "c"
     saved(path, [{"a": torch.ones(2)}])
     make(path / data_file_name("1" * 16, 0))

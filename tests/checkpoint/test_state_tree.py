@@ -1,4 +1,4 @@
-"""A state as a tree: what comes back is what was given, and what cannot be stored is named."""
+"""State trees: round trips, and errors that name unsupported values."""
 
 import json
 import math
@@ -65,8 +65,8 @@ STATES = st.recursive(
 )
 
 
-def there_and_back(state):
-    """Through the tree, JSON text, and the tree again."""
+def round_trip(state):
+    """Encode a state to JSON and decode it."""
     tensors = {leaf.name: leaf.data for leaf in leaves(parse_state(state))}
     text = json.dumps(encode(parse_state(state), lambda leaf: leaf.name), allow_nan=False)
 
@@ -79,36 +79,36 @@ def there_and_back(state):
 
 @settings(deadline=None, max_examples=100)
 @given(STATES)
-def test_any_state_comes_back_with_its_types(state):
-    assert same(state, there_and_back(state))
+def test_any_state_round_trips_with_its_types(state):
+    assert same(state, round_trip(state))
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.lists(KEYS, min_size=1, max_size=3).map(tuple), max_size=8))
-def test_no_two_paths_share_a_name(paths):
+def test_tensor_names_are_unique(paths):
     by_name = {}
     for path in paths:
-        # 1, 1.0 and True are one key to a dict, so they never meet.
+        # 1, 1.0 and True are the same dict key, so they cannot collide.
         assert by_name.setdefault(tensor_name(path), path) == path
 
 
-def test_what_json_has_is_written_as_it_is():
+def test_json_values_are_stored_unchanged():
     state = {"a": [1, 2.5, None, True, "x"], "b": {"c": {}}}
     assert encode(parse_state(state), str) == state
 
 
-def test_keys_that_are_numbers_stay_numbers():
+def test_non_string_keys_keep_their_type():
     state = {"state": {0: {"step": 1}, 1: {"step": 2}}, "by flag": {True: 1, None: 2, 0.5: 3}}
-    assert same(state, there_and_back(state))
+    assert same(state, round_trip(state))
 
 
-def test_a_dict_whose_keys_look_like_ours_is_a_dict():
+def test_dict_with_reserved_looking_keys_round_trips():
     for state in ({"$tensor": 1}, {"$dict": [], "x": 2}, {"": {"$": None}}):
-        assert same(state, there_and_back(state))
+        assert same(state, round_trip(state))
 
 
-def test_an_ordered_dict_becomes_a_dict():
-    assert there_and_back(OrderedDict(b=1, a=2)) == {"b": 1, "a": 2}
+def test_ordered_dict_becomes_a_dict():
+    assert round_trip(OrderedDict(b=1, a=2)) == {"b": 1, "a": 2}
 
 
 class Colour(IntEnum):
@@ -127,44 +127,44 @@ Pair = namedtuple("Pair", "x y")
     [Foo(), {1, 2}, b"x", Colour.RED, Pair(1, 2), np.float64(1), defaultdict(list), Foo, 1j, len],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_not_json_like_is_refused_by_its_path(value):
+def test_unsupported_value_is_named_by_its_path(value):
     with pytest.raises(
         UnsupportedState, match=r"^optimizer\.param_groups\[0\]\.foo has unsupported type "
     ):
         parse_state({"optimizer": {"param_groups": [{"foo": value}]}})
 
 
-def test_a_refusal_says_what_class_it_is():
+def test_unsupported_value_error_names_the_class():
     with pytest.raises(TypeError, match=r"x has unsupported type .*Foo. Save its parts"):
         parse_state({"x": Foo()})
 
 
 @pytest.mark.parametrize("key", [(1, 2), b"x", math.nan, math.inf, Colour.RED])
-def test_a_key_that_cannot_be_kept_is_refused(key):
+def test_unsupported_key_is_rejected(key):
     with pytest.raises(UnsupportedState, match=r"^a has the key .*keys must be strings"):
         parse_state({"a": {key: 1}})
 
 
-def test_an_integer_that_nobody_could_read_is_refused():
+def test_huge_integer_is_rejected():
     for value in (10**5000, {10**5000: 1}):
         with pytest.raises(UnsupportedState, match="^a has an integer of 16610 bits"):
             parse_state({"a": value})
 
 
-def test_text_that_is_not_unicode_is_refused():
+def test_invalid_unicode_is_rejected():
     with pytest.raises(UnsupportedState, match="^a has text"):
         parse_state({"a": "\ud800"})
 
 
 def deeper(call, levels=200):
-    """Call from far down, as a training framework might."""
+    """Call from deep in the stack, as a training framework might."""
     return call() if not levels else deeper(call, levels - 1)
 
 
 @pytest.mark.parametrize(
     "wrap", [lambda v: {"a": v}, lambda v: {0: v}, lambda v: [v], lambda v: (v,)]
 )
-def test_what_is_not_too_deep_to_be_saved_can_be_loaded(tmp_path, wrap):
+def test_state_of_maximum_depth_can_be_loaded(tmp_path, wrap):
     state = torch.ones(1)
     for _ in range(MAX_DEPTH):
         state = wrap(state)
@@ -178,7 +178,7 @@ def test_what_is_not_too_deep_to_be_saved_can_be_loaded(tmp_path, wrap):
         parse_state(wrap(state))
 
 
-def test_a_state_that_holds_itself_is_refused():
+def test_recursive_state_is_rejected():
     state = {}
     state["again"] = [state]
     with pytest.raises(UnsupportedState, match="nested deeper"):
@@ -187,7 +187,7 @@ def test_a_state_that_holds_itself_is_refused():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
-def test_tensors_without_plain_memory_are_refused():
+def test_tensors_without_dense_storage_are_rejected():
     freed = torch.ones(3)
     freed.untyped_storage().resize_(0)
     for tensor, why in [
@@ -202,7 +202,7 @@ def test_tensors_without_plain_memory_are_refused():
             parse_state({"w": tensor})
 
 
-def test_tensors_that_are_one_memory_have_one_name_whatever_the_order():
+def test_tied_tensors_have_one_name_in_any_order():
     shared = torch.ones(3)
     for state in ({"b": shared, "a": shared}, {"a": shared, "b": shared}):
         assert [leaf.name for leaf in leaves(parse_state(state))] == ["a", "a"]
@@ -210,7 +210,7 @@ def test_tensors_that_are_one_memory_have_one_name_whatever_the_order():
     assert len({leaf.name for leaf in leaves(parse_state(views))}) == 3
 
 
-def test_marks_reach_all_the_way_down_and_do_not_contradict():
+def test_marks_apply_to_leaves_and_must_not_conflict():
     tree = parse_state({"a": Replicated({"w": torch.ones(1)}), "b": PerRank([1])})
     assert isinstance(tree, Branch)
     assert [leaf.mark for leaf in leaves(tree)] == ["replicated"]
@@ -219,9 +219,9 @@ def test_marks_reach_all_the_way_down_and_do_not_contradict():
         parse_state({"a": Replicated({"b": PerRank(1)})})
 
 
-def test_what_has_a_state_dict_stands_for_it():
+def test_object_with_a_state_dict_is_stored_as_its_state_dict():
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
-    assert same({"m": model.state_dict()}, there_and_back({"m": model}))
+    assert same({"m": model.state_dict()}, round_trip({"m": model}))
 
 
 class Money:
@@ -229,14 +229,14 @@ class Money:
         self.amount, self.currency = amount, currency
 
 
-def test_a_codec_stores_what_is_refused_otherwise():
+def test_codec_stores_an_unsupported_class():
     register_codec(
         "test.money",
         Money,
         encode=lambda money: {"amount": torch.tensor(money.amount), "in": money.currency},
         decode=lambda state: Money(int(state["amount"]), state["in"]),
     )
-    money = there_and_back({"m": [Money(3, "EUR")]})["m"][0]
+    money = round_trip({"m": [Money(3, "EUR")]})["m"][0]
     assert (money.amount, money.currency) == (3, "EUR")
     with pytest.raises(InvalidArgument, match="codec named 'test.money' is already"):
         register_codec("test.money", Foo, encode=vars, decode=dict)
@@ -244,7 +244,7 @@ def test_a_codec_stores_what_is_refused_otherwise():
         register_codec("a b", Foo, encode=vars, decode=dict)
 
 
-def test_the_schedulers_of_torch_are_stored():
+def test_lr_schedulers_round_trip():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     kinds = torch.optim.lr_scheduler
     for scheduler in (
@@ -253,12 +253,12 @@ def test_the_schedulers_of_torch_are_stored():
         kinds.ReduceLROnPlateau(optimizer),
         kinds.CosineAnnealingLR(optimizer, 5),
     ):
-        state = there_and_back({"s": scheduler})["s"]
+        state = round_trip({"s": scheduler})["s"]
         assert same(scheduler.state_dict(), state)
         scheduler.load_state_dict(state)
 
 
-def test_a_counter_is_made_of_nothing_but_counts():
+def test_malformed_counter_is_rejected():
     for body in (3, [1, 1], {"$dict": [[1, 2]]}):
         tree = decode({"$codec": ["collections.Counter", body]}, tensor=lambda *_: None, rank=0)
         if isinstance(body, dict):
@@ -295,20 +295,20 @@ def test_a_counter_is_made_of_nothing_but_counts():
     ],
     ids=str,
 )
-def test_a_tree_that_nobody_has_written_is_refused(json_tree):
+def test_malformed_tree_is_rejected(json_tree):
     with pytest.raises(MalformedManifest, match=r"^a\.b"):
         state = {"a": {"b": json_tree}}
         assert Manifest.make("0" * 16, 1, {}, state).entries
         decode(state, tensor=lambda *_: pytest.fail("no tensor"), rank=0)
 
 
-def test_a_path_reads_the_way_it_is_said():
+def test_path_format():
     assert format_path(("optimizer", "param_groups", 0, "lr")) == "optimizer.param_groups[0].lr"
     assert tensor_name(("model", "layer.weight")) == "model/layer.weight"
     assert tensor_name(("0", 0, "a/b", "__metadata__")) == '"0"/0/a~1b/"__metadata__"'
 
 
-def test_random_numbers_go_on_as_if_nothing_had_been():
+def test_rng_state_round_trips():
     def draw():
         return [
             torch.rand(3).tolist(),
@@ -319,14 +319,14 @@ def test_random_numbers_go_on_as_if_nothing_had_been():
         ]
 
     draw()
-    state = there_and_back({"rng": RNGState()})["rng"]
+    state = round_trip({"rng": RNGState()})["rng"]
     first = draw()
     draw()
     RNGState().load_state_dict(state)
     assert draw() == first
 
 
-def test_random_numbers_are_set_all_or_not_at_all():
+def test_rng_state_is_loaded_all_or_nothing():
     state = RNGState().state_dict()
     random.random()
     before = RNGState().state_dict()

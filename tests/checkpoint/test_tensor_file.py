@@ -1,4 +1,4 @@
-"""Tensor files: every kind of tensor, bit for bit, in files that other tools can open."""
+"""Tensor files: bitwise round trips in the safetensors format."""
 
 import re
 import weakref
@@ -22,7 +22,7 @@ DTYPES = sorted(
     {
         value
         for name, value in vars(torch).items()
-        # Not those of less than a byte, which have no tensors, nor the quantized ones.
+        # Without sub-byte dtypes, which have no tensors, and quantized ones.
         if isinstance(value, torch.dtype) and not re.search(r"int[1-7]$|^q|^bits", name)
     },
     key=str,
@@ -30,7 +30,7 @@ DTYPES = sorted(
 
 
 def of_dtype(dtype, count=6):
-    """Bits of every kind, as a tensor of some type."""
+    """Return a tensor of the dtype with varied bits."""
     size = count * dtype.itemsize
     bits = torch.arange(size, dtype=torch.int64).mul(37).remainder(251).to(torch.uint8)
     if dtype is torch.bool:
@@ -40,7 +40,7 @@ def of_dtype(dtype, count=6):
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_type_comes_back_bit_for_bit(tmp_path, dtype):
+def test_every_dtype_round_trips_bitwise(tmp_path, dtype):
     tensor = of_dtype(dtype)
     state = {"flat": tensor, "two": tensor.reshape(2, 3), "none": tensor[:0], "one": tensor[0]}
     saved(tmp_path / "c", [state])
@@ -49,7 +49,7 @@ def test_every_type_comes_back_bit_for_bit(tmp_path, dtype):
     assert same(state, loaded)
 
 
-def test_odd_tensors_come_back(tmp_path):
+def test_strided_conjugate_and_empty_tensors_round_trip(tmp_path):
     base = torch.arange(24.0).reshape(4, 6)
     complicated = torch.randn(3, dtype=torch.complex64)
     state = {
@@ -68,7 +68,7 @@ def test_odd_tensors_come_back(tmp_path):
     assert same(state, load(tmp_path / "c")[0])
 
 
-def test_tied_weights_are_written_once_and_are_tied_again(tmp_path):
+def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
     weight = torch.randn(1000)
     saved(tmp_path / "c", [{"a": weight, "b": {"c": weight}, "view": weight[:10]}])
     (file,) = (tmp_path / "c").glob("*.safetensors")
@@ -78,7 +78,7 @@ def test_tied_weights_are_written_once_and_are_tied_again(tmp_path):
     assert torch.equal(loaded["view"], weight[:10])
 
 
-def test_the_safetensors_library_opens_our_files(tmp_path):
+def test_safetensors_library_reads_our_files(tmp_path):
     state = {
         str(dtype): of_dtype(dtype) for dtype in DTYPES if safetensors_type(dtype, ())[0] != "U8"
     }
@@ -100,7 +100,7 @@ def test_the_safetensors_library_opens_our_files(tmp_path):
         assert same_tensor(opened[key], wanted), name
 
 
-def test_the_safetensors_library_opens_parts_too(tmp_path, monkeypatch):
+def test_safetensors_library_reads_shards(tmp_path, monkeypatch):
     from phalanx.checkpoint import _replication
 
     monkeypatch.setattr(_replication.divide_among_ranks, "__kwdefaults__", {"grain": 16, "cut": 16})
@@ -127,7 +127,7 @@ class Recorder:
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-def test_tensors_are_written_from_where_they_are(monkeypatch):
+def test_tensors_are_written_without_a_copy(monkeypatch):
     monkeypatch.setattr(_tensor_file, "CHUNK_BYTES", 100)
     tensor = torch.randn(10, 10)
     sink = Recorder()
@@ -139,7 +139,7 @@ def test_tensors_are_written_from_where_they_are(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-def test_tensors_lie_where_they_can_be_used_in_place():
+def test_tensors_are_aligned_to_their_item_size():
     sink = Recorder()
     tensors = [torch.ones(3, dtype=dtype) for dtype in (torch.int8, torch.float64, torch.int16)]
     shares = [
@@ -151,14 +151,14 @@ def test_tensors_lie_where_they_can_be_used_in_place():
         assert place.begin % share.dtype.itemsize == 0
 
 
-def test_memory_is_not_a_copy():
+def test_tensor_memory_is_not_a_copy():
     tensor = torch.zeros(4, dtype=torch.bfloat16)
     tensor_memory(tensor)[1] = 0x3F
     assert tensor[0] != 0
     assert len(tensor_memory(torch.empty(0))) == 0
 
 
-def test_memory_keeps_its_tensor_alive():
+def test_tensor_memory_keeps_its_tensor_alive():
     tensor = torch.ones(1000)
     alive = weakref.ref(tensor)
     view = tensor_memory(tensor)[8:]

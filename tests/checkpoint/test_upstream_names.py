@@ -1,4 +1,4 @@
-"""What is public in upstream's experimental checkpointer is here, and called the same way."""
+"""Names and signatures match upstream's experimental checkpointer."""
 
 import dataclasses
 import importlib
@@ -19,18 +19,18 @@ MODULES = [
     for each in pkgutil.iter_modules(upstream.__path__)
 ]
 INTERNAL = {
-    # What its process and its parent say to each other; ours have words of their own.
+    # Messages between its process and parent; ours differ.
     "RequestType",
     "WorkerRequest",
     "WorkerResponse",
-    # Defaults of arguments, which nobody passes by name.
+    # Defaults of arguments.
     "default_subprocess_init_fn",
     "default_writer_init_fn",
 }
 
 
 def public(module):
-    """Return what a module defines."""
+    """Return the public classes and functions that a module defines."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -53,7 +53,7 @@ THEIRS = {
 }
 
 
-def test_every_name_is_here():
+def test_every_upstream_name_exists():
     assert len(THEIRS) >= 22, "or upstream was not understood"
     promised = {*THEIRS, *upstream.__all__, "BARRIER_REGISTRY", "STATE_DICT"}
     assert promised <= {*OURS}
@@ -91,7 +91,7 @@ def find(root, dotted):
 
 
 @pytest.mark.parametrize("name", [*calls()])
-def test_it_is_called_the_same_way(name):
+def test_signature_matches_upstream(name):
     theirs = inspect.signature(find(THEIRS, name)).parameters
     ours = inspect.signature(find(OURS, name)).parameters
     positional = [each for each in theirs.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -111,7 +111,7 @@ def test_it_is_called_the_same_way(name):
 
 
 def is_made_anew(default):
-    """Tell whether a dataclass calls a function for a default."""
+    """Whether the default comes from a dataclass default_factory."""
     return type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS"
 
 
@@ -119,12 +119,12 @@ def same_default(ours, theirs):
     if inspect.isfunction(theirs):
         return inspect.isfunction(ours) and ours.__name__ == theirs.__name__
     if dataclasses.is_dataclass(theirs):
-        return ours is None  # one of their own for everybody, and not one for all
+        return ours is None  # a new instance per call, not a shared one
     return ours == theirs
 
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if name.endswith(("Config", "Info"))])
-def test_fields_and_what_they_are_by_default(name):
+def test_config_fields_and_defaults_match_upstream(name):
     theirs, ours = THEIRS[name], OURS[name]
     fields = [each.name for each in dataclasses.fields(theirs)]
     assert [each.name for each in dataclasses.fields(ours)][: len(fields)] == fields
@@ -136,7 +136,7 @@ def test_fields_and_what_they_are_by_default(name):
 
 
 @pytest.mark.parametrize("name", [name for name, each in THEIRS.items() if inspect.isclass(each)])
-def test_what_is_abstract_there_is_so_here(name):
+def test_abstract_methods_and_bases_match_upstream(name):
     theirs, ours = THEIRS[name], OURS[name]
     abstract = getattr(theirs, "__abstractmethods__", set())
     assert getattr(ours, "__abstractmethods__", set()) == abstract
@@ -145,7 +145,7 @@ def test_what_is_abstract_there_is_so_here(name):
             assert issubclass(ours, OURS[base.__name__])
 
 
-def test_errors_are_of_the_same_kinds(tmp_path):
+def test_errors_have_upstreams_classes(tmp_path):
     checkpointer = checkpoint.make_sync_checkpointer()
     with pytest.raises(FileNotFoundError):
         checkpointer.load(str(tmp_path / "nowhere"))

@@ -1,4 +1,4 @@
-"""Save: with one rank or many, however they meet; hooks, defaults, and the checkpointer."""
+"""Saving with any exchange: writer, hooks, defaults and the sync checkpointer."""
 
 import os
 import time
@@ -32,12 +32,12 @@ from phalanx.errors import (
 from .internals import LocalStorage, find_ranks
 from .states import ThreadBarrier, ThreadExchange, load, mixed, plain, same, save, saved, together
 
-MEETINGS = [ThreadExchange, ThreadBarrier, None]
+EXCHANGES = [ThreadExchange, ThreadBarrier, None]
 
 
-@pytest.mark.parametrize("meet", MEETINGS)
+@pytest.mark.parametrize("meet", EXCHANGES)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_save_however_they_meet(tmp_path, size, meet):
+def test_ranks_save_with_every_exchange(tmp_path, size, meet):
     for step in (1, 2):
         saved(tmp_path / "run" / "c", [mixed(rank, step) for rank in range(size)], meet=meet)
         for rank in range(size):
@@ -46,7 +46,7 @@ def test_ranks_save_however_they_meet(tmp_path, size, meet):
     assert len(os.listdir(tmp_path / "run" / "c")) == size + 1
 
 
-def test_replicated_state_is_written_once_and_by_all_ranks(tmp_path):
+def test_replicated_state_is_written_once_and_split_among_ranks(tmp_path):
     model = {f"layer {i}": torch.randn(300_000) for i in range(8)}
     for path, state in (("marked", {"m": Replicated(model)}), ("found", {"m": model})):
         saved(tmp_path / path, [state] * 4)
@@ -56,13 +56,13 @@ def test_replicated_state_is_written_once_and_by_all_ranks(tmp_path):
         assert sum(sizes) < 8 * 1_200_000 + 10_000
 
 
-def test_a_state_without_tensors_needs_no_file(tmp_path):
+def test_state_without_tensors_has_no_data_file(tmp_path):
     saved(tmp_path / "c", [{"step": 1, "rank": rank} for rank in range(2)])
     assert os.listdir(tmp_path / "c") == ["manifest.json"]
     assert load(tmp_path / "c", 1, 2)[0] == {"step": 1, "rank": 1}
 
 
-def test_keys_that_only_some_ranks_have(tmp_path):
+def test_keys_present_on_some_ranks_only(tmp_path):
     states = [{"a": {0: 1}}, {"a": {0: 1, 1: torch.ones(2)}, "b": PerRank([1])}]
     saved(tmp_path / "c", states)
     assert same(load(tmp_path / "c", 0, 2)[0], {"a": {0: 1}})
@@ -84,7 +84,7 @@ class Recorder(WriterHook):
             raise ValueError("too late")
 
 
-def test_hooks_are_called_on_every_rank_before_and_after(tmp_path):
+def test_hooks_run_on_every_rank_before_and_after_the_commit(tmp_path):
     hooks = {}
     path = str(tmp_path / "c")
     given = {"tag": "x", "save_number": 7, "progress_meter": None}  # none of these is ours
@@ -93,8 +93,8 @@ def test_hooks_are_called_on_every_rank_before_and_after(tmp_path):
         assert hook.calls == [("pre", path, given, False), ("post", path, given, True)]
 
 
-@pytest.mark.parametrize("meet", MEETINGS)
-def test_a_hook_that_fails_before_the_commit_prevents_it_everywhere(tmp_path, meet):
+@pytest.mark.parametrize("meet", EXCHANGES)
+def test_pre_commit_failure_aborts_the_save_on_all_ranks(tmp_path, meet):
     saved(tmp_path / "c", [{"v": 1}] * 2)
     errors = save(
         tmp_path / "c", [{"v": 2}] * 2, hook=lambda rank: Recorder(rank, fail="pre 1"), meet=meet
@@ -107,15 +107,15 @@ def test_a_hook_that_fails_before_the_commit_prevents_it_everywhere(tmp_path, me
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_a_hook_that_fails_after_the_commit_is_heard_where_it_failed(tmp_path):
+def test_post_commit_failure_is_raised_on_its_rank_only(tmp_path):
     errors = save(tmp_path / "c", [{}, {}], hook=lambda rank: Recorder(rank, fail="post 1"))
     assert errors[0] is None
     assert isinstance(errors[1], ValueError)
     load(tmp_path / "c")
 
 
-@pytest.mark.parametrize("meet", MEETINGS)
-def test_what_cannot_be_stored_is_named_on_every_rank(tmp_path, meet):
+@pytest.mark.parametrize("meet", EXCHANGES)
+def test_unsupported_state_is_named_on_every_rank(tmp_path, meet):
     errors = save(tmp_path / "c", [{}, {"o": [{"foo": {1}}]}, {}, {"x": 1j}], meet=meet)
     for error in (errors[0], errors[2]):
         assert isinstance(error, SaveFailed)
@@ -140,9 +140,9 @@ def test_replicated_state_that_differs_is_named_on_every_rank(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("meet", MEETINGS)
-def test_a_rank_that_cannot_compare_its_state_says_so(tmp_path, meet):
-    """Here it has not the memory to lay out a tensor that is larger than it looks."""
+@pytest.mark.parametrize("meet", EXCHANGES)
+def test_failure_to_compare_state_is_raised_on_all_ranks(tmp_path, meet):
+    """An expanded tensor that is too large to materialize."""
     states = [{"w": torch.ones(2)}, {"w": torch.ones(1).expand(1 << 45)}]
     for error in save(tmp_path / "c", states, meet=meet):
         assert isinstance(error, SaveFailed)
@@ -151,7 +151,7 @@ def test_a_rank_that_cannot_compare_its_state_says_so(tmp_path, meet):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_rank_that_cannot_reach_the_storage_says_so(tmp_path):
+def test_storage_error_on_one_rank_is_raised_on_all(tmp_path):
     barrier = ThreadExchange(2)
 
     def write(rank):
@@ -164,7 +164,7 @@ def test_a_rank_that_cannot_reach_the_storage_says_so(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_paths_of_any_kind_but_none(tmp_path):
+def test_path_types_and_empty_path(tmp_path):
     checkpointer = make_sync_checkpointer()
     for path in (os.fsencode(tmp_path / "b"), tmp_path / "p", f"{tmp_path}/s/"):
         checkpointer.save(path, {"a": 1})
@@ -175,7 +175,7 @@ def test_paths_of_any_kind_but_none(tmp_path):
             call()
 
 
-def test_a_checkpointer_out_of_the_box(tmp_path):
+def test_default_sync_checkpointer(tmp_path):
     checkpointer = make_sync_checkpointer()
     assert isinstance(checkpointer, SyncCheckpointer)
     assert checkpointer.save(tmp_path / "c", {"w": torch.ones(2)}) is None
@@ -184,7 +184,7 @@ def test_a_checkpointer_out_of_the_box(tmp_path):
     assert CheckpointerConfig().writer_config == CheckpointWriterConfig(600)
 
 
-def test_ranks_are_those_of_torch_if_it_has_any(tmp_path):
+def test_rank_info_defaults_to_torchs_default_group(tmp_path):
     assert find_ranks() == RankInfo(0, 1)
     dist.init_process_group("fake", rank=2, world_size=3, store=FakeStore())
     try:
@@ -193,13 +193,13 @@ def test_ranks_are_those_of_torch_if_it_has_any(tmp_path):
         dist.destroy_process_group()
 
 
-def test_ranks_are_those_of_the_launcher_without_any_group(monkeypatch):
+def test_rank_info_falls_back_to_launcher_variables(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert find_ranks() == RankInfo(1, 2)
 
 
-def test_no_clock_on_the_wall_is_asked(tmp_path, monkeypatch):
+def test_wall_clock_is_not_used(tmp_path, monkeypatch):
     def jump():
         raise AssertionError("a clock that may jump")
 
@@ -209,8 +209,8 @@ def test_no_clock_on_the_wall_is_asked(tmp_path, monkeypatch):
     assert load(tmp_path / "c")[0] == {"a": 2}
 
 
-def test_what_ranks_do_together_to_get_their_state_they_all_do(tmp_path):
-    """As a sharded optimizer does: here ranks would wait for each other for ever."""
+def test_collective_state_dict_runs_on_all_ranks(tmp_path):
+    """As for a sharded optimizer, whose state_dict() would hang if one rank skipped it."""
     barrier = ThreadBarrier(2)
 
     class Collective:
@@ -226,7 +226,7 @@ def test_what_ranks_do_together_to_get_their_state_they_all_do(tmp_path):
     saved(tmp_path / "c", [{"c": Collective()}] * 2)
 
 
-def test_an_interrupt_stays_one_and_the_others_hear_of_it(tmp_path):
+def test_keyboard_interrupt_is_kept_and_reported_to_other_ranks(tmp_path):
     class Interrupted(Recorder):
         def pre_commit(self, path, **kwargs):
             super().pre_commit(path, **kwargs)
@@ -262,7 +262,7 @@ class ClosesOnce(CheckpointWriter):
         self.closed += 1
 
 
-def test_a_writer_saves_again_and_again(tmp_path):
+def test_writer_can_be_reused(tmp_path):
     writer = ClosesOnce(CheckpointWriterConfig(), RankInfo(0, 1))
     for step in range(5):
         writer.write(tmp_path / "c", {"step": step, "w": torch.full((3,), step)})

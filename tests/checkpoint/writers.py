@@ -1,4 +1,4 @@
-"""Writer processes for tests: one for each of four ranks, which serve any number of ranks."""
+"""Writer processes for tests: four, reused for any world size."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from phalanx.errors import InvalidArgument
 
 
 class AnySize(CheckpointWriter):
-    """A writer that is told with every write of how many ranks it is one."""
+    """A writer that takes the world size with every write."""
 
     def write(self, path, state_dict, *, size=1, timeout=30, **kwargs):
         if size < 0:
@@ -44,7 +44,7 @@ def any_size(rank_info):
 
 
 def nothing():
-    """What a process need not do when it starts."""
+    """A no-op initializer for the process."""
 
 
 def make_process(rank=0, size=1, writer=any_size, arguments=None, **config):
@@ -61,7 +61,7 @@ def make_process(rank=0, size=1, writer=any_size, arguments=None, **config):
 
 @contextmanager
 def checkpointer(process, rank=0, size=1, *, in_background=True):
-    """A checkpointer of its own on a process that others use as well."""
+    """Yield a checkpointer on a shared writer process."""
     config = CheckpointStagerConfig(use_async_staging=in_background)
     stager = DefaultStager(config, rank_info=RankInfo(rank, size))
     made = AsyncCheckpointer(stager, process, CheckpointReader(RankInfo(rank, size)))
@@ -73,7 +73,7 @@ def checkpointer(process, rank=0, size=1, *, in_background=True):
 
 @pytest.fixture(scope="module")
 def writers():
-    """Four processes, which start while the first tests run."""
+    """Yield four writer processes, which start while the first tests run."""
     made = [make_process(rank, 4) for rank in range(4)]
     yield made
     for each in made:
@@ -82,7 +82,7 @@ def writers():
 
 @contextmanager
 def late(checkpointer):
-    """Let no copy in the background begin for a while."""
+    """Delay background staging within the block."""
     event = threading.Event()
     checkpointer._checkpoint_stager._thread.submit(event.wait)
     try:
@@ -92,7 +92,7 @@ def late(checkpointer):
 
 
 def wait_until(condition):
-    """Look again and again; fail after a while."""
+    """Poll a condition; fail after 10 seconds."""
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
@@ -100,7 +100,7 @@ def wait_until(condition):
 
 
 class stopped:  # noqa: N801 - reads like a function
-    """Keep the process of a `CheckpointProcess` from running for a while."""
+    """Stop the process of a `CheckpointProcess` within the block."""
 
     def __init__(self, process):
         process.process_creation_future.result(60)

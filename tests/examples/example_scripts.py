@@ -1,4 +1,4 @@
-"""Examples as modules: the ranks of a pool can run them, which takes no new interpreters."""
+"""Load examples as modules, so that pooled ranks run them without new interpreters."""
 
 import importlib.util
 from functools import partial
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def load(name, ctx, *, backend=None):
-    """Load a script that finds the ranks of a run where it makes a group."""
+    """Load an example whose new_group() uses the ranks of the pool."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

@@ -1,4 +1,4 @@
-"""The example that `make demo` runs: under both launchers, and when its ranks drift apart."""
+"""The example of `make demo`: under both launchers, and with diverging ranks."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ LAUNCHERS = {
 
 
 def launched(launcher, *args):
-    # One thread, as both launchers would choose; told, torchrun need not warn about it.
+    # One thread, as both launchers would choose; torchrun warns if it is not set.
     return subprocess.run(
         [sys.executable, "-m", *LAUNCHERS[launcher], SCRIPT, *args],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -32,7 +32,7 @@ def launched(launcher, *args):
 
 
 def facts(output):
-    """Read what the example prints: accuracy in percent, speed, and what it says of the weights."""
+    """Parse the output: accuracy in percent, speed, and the line about the weights."""
     accuracy = re.search(r"test accuracy: ([\d.]+)% of 360 images$", output, re.MULTILINE)
     speed = re.search(r"speed: ([\d,]+) samples per second$", output, re.MULTILINE)
     weights = re.search(r"weights: (.*)$", output, re.MULTILINE)
@@ -42,18 +42,18 @@ def facts(output):
     return float(accuracy[1]), int(speed[1].replace(",", "")), weights[1]
 
 
-def test_it_learns_to_read_under_phalanx_run():
+def test_digits_trains_under_phalanx_run():
     done = launched("phalanx")
     assert done.returncode == 0, done.stderr
     accuracy, speed, weights = facts(done.stdout)
     assert accuracy > 97
     assert speed > 0
     assert re.fullmatch(r"identical on 2 ranks: [0-9a-f]{8}", weights)
-    assert "20/20" in done.stderr  # the progress bar came to its end
+    assert "20/20" in done.stderr  # the progress bar finished
     assert len(done.stdout.splitlines()) == 3, "rank 0 alone prints, and nothing else"
 
 
-def test_it_runs_unchanged_under_torchrun():
+def test_digits_runs_under_torchrun():
     done = launched("torchrun", "--epochs", "2")
     assert done.returncode == 0, done.stderr
     accuracy, _, weights = facts(done.stdout)
@@ -63,7 +63,7 @@ def test_it_runs_unchanged_under_torchrun():
 
 
 def run_main(ctx, *, drift):
-    """Run the example's `main` for one epoch; returns its exit code and what it printed."""
+    """Run the example's `main` for one epoch; return its exit code and output."""
     digits = load("digits", ctx)
     if drift:
         digits.DDP = lambda module, **_: module
@@ -77,14 +77,14 @@ def run_main(ctx, *, drift):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_any_number_of_ranks_will_do(ranks, size):
+def test_digits_runs_at_any_world_size(ranks, size):
     (code, output), *others = ranks.run(run_main, size, kwargs={"drift": False}, timeout=60)
     assert code == 0
     assert facts(output)[2].startswith(f"identical on {size} ranks: ")
     assert others == [(0, "")] * (size - 1)
 
 
-def test_ranks_that_drift_apart_are_found_out(ranks):
+def test_diverging_ranks_are_reported(ranks):
     (code, output), (other_code, _) = ranks.run(run_main, 2, kwargs={"drift": True}, timeout=60)
     assert (code, other_code) == (1, 1)
     assert re.fullmatch(r"DIFFERENT on 2 ranks: [0-9a-f]{8} [0-9a-f]{8}", facts(output)[2])

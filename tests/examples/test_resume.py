@@ -1,4 +1,4 @@
-"""The example that is stopped and goes on: it ends with the weights of one that never was."""
+"""The resume example: an interrupted run ends with the weights of an uninterrupted one."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ LAST = 4 * 29  # steps of four epochs at two ranks
 
 
 def run_main(ctx, path, signals=()):
-    """Run the example's `main` and return what it printed; rank 1 sends itself signals at steps."""
+    """Run the example's `main` and return its output; rank 1 sends itself the given signals."""
     resume = load("resume", ctx)
 
     class Signalled(resume.Batches):
@@ -43,7 +43,7 @@ def run_main(ctx, path, signals=()):
     return printed.getvalue()
 
 
-def test_stopped_and_killed_it_ends_with_the_weights_of_a_run_that_never_was(tmp_path, ranks):
+def test_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, ranks):
     path = str(tmp_path / "run")
 
     def run(path, **signals):
@@ -65,8 +65,8 @@ def test_stopped_and_killed_it_ends_with_the_weights_of_a_run_that_never_was(tmp
     assert resumed == never_stopped
 
 
-def test_the_launcher_lets_it_save_and_tells(tmp_path):
-    """One rank here: that a signal reaches all of them is known, and a second one takes seconds."""
+def test_launcher_forwards_sigterm_and_reports_the_saved_step(tmp_path):
+    """With one rank, since other tests cover forwarding and a second rank takes seconds."""
     path = tmp_path / "run"
     command = [sys.executable, "-m", "phalanx", "run", "-n", "1", SCRIPT, path]
     command += ["--every", "1", "--epochs", "100000"]

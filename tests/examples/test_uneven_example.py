@@ -1,4 +1,4 @@
-"""The example of uneven data."""
+"""The uneven inputs example."""
 
 import contextlib
 import io
@@ -11,14 +11,14 @@ pytestmark = pytest.mark.slow
 
 
 def run_main(ctx):
-    """Run the example's `main` and return what it printed."""
+    """Run the example's `main` and return its output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         load("uneven", ctx, backend="shm").main(epochs=6)
     return printed.getvalue()
 
 
-def test_ranks_with_different_amounts_of_data_learn_to_read(ranks):
+def test_uneven_example_trains(ranks):
     output, *others = ranks.run(run_main, 3, timeout=60)
     assert others == ["", ""], "rank 0 alone prints"
     assert re.findall(r"^rank \d: (\d+) steps", output, re.MULTILINE) == ["8", "15", "23"]

@@ -242,7 +242,10 @@ class ReducedPass:
             self._own.update(zip(piece.members, own, strict=True))
         if not self._scale.uses_new_gradients:
             new = [None] * len(new)
-        bucket.gather(piece, new, previous, self._scale.factor)
+        is_native = bucket.gather(piece, new, previous, self._scale.factor)
+        if not is_native and self._layout.has_changed(piece.members):
+            # Reduce in the dtype of the bucket once more; the next forward pass makes new buckets.
+            self._layout.grad_is_view = self._assigns_early = False
         if previous:
             for i in piece.members:  # a late gradient must not be added to them again
                 self._previous_grads[i] = None
@@ -437,7 +440,7 @@ class ReducedPass:
         """Put the results of a piece in ``.grad``; `used`: by some rank, None if all are."""
         piece, grad_is_view = self._pieces[index], self._layout.grad_is_view
         self._is_assigned[index] = True
-        results = self._buckets[piece.bucket_index].views[piece.positions]
+        results = self._buckets[piece.bucket_index].grads[piece.positions]
         if used is None and grad_is_view:
             for parameter, result in zip(piece.parameters, results, strict=True):
                 parameter.grad = result
@@ -452,7 +455,7 @@ class ReducedPass:
                 parameter.grad = None
 
     def _copied(self, i: int, result: Tensor) -> Tensor:
-        own, dtype = self._own[i], self._layout.parameters[i].dtype
+        own, dtype = self._own.get(i), self._layout.parameters[i].dtype
         if own is None or result.is_sparse or (own.layout, own.dtype) != (result.layout, dtype):
             return result.to(dtype, copy=True)
         with torch.no_grad():

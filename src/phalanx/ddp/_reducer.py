@@ -157,13 +157,14 @@ class Reducer:
         self._may_overflow = not dtypes.isdisjoint(OVERFLOW_PRONE_DTYPES)
 
     def prepare(self) -> None:
-        """Prepare for a forward pass: apply a new bucket order, or track unfrozen parameters."""
+        """Prepare for a forward pass: follow a new order, unfrozen parameters, another dtype."""
         self._abandon_if_dead()
         if self._in_flight is not None or self._is_closed:
             return  # activation checkpointing runs a part of forward again
         self.expects_backward = True
         self.optimizers.spot_check()
-        if self._frozen and any(p.requires_grad for p in self._frozen):
+        is_unfrozen = self._frozen and any(p.requires_grad for p in self._frozen)
+        if is_unfrozen or self._layout.is_outdated():
             verify_parameters(self.named, self.comm)
             self.track_trainable_parameters()
         if self.must_record:

@@ -36,7 +36,7 @@ from ..errors import GroupError, HookError, InvalidState, RankMismatch
 from ._buckets import Bucket, BucketLayout, BucketPiece, Gradients, count_missing, scale_gradient
 from ._comm_hook import CommHook, GradBucket, HookWork
 from ._communicator import AnyWork, Communicator
-from ._dtensor import LocalShard
+from ._dtensor import LocalShard, local_tensor
 from ._optimizer_in_backward import OptimizersInBackward
 from ._parameter_consistency import NamedTensors, assert_same_values, fingerprint
 from ._pass_header import NO_DATA, PASS_NUMBER_CYCLE, PassHeader
@@ -92,7 +92,7 @@ class LocalPass:
     def abandon(self) -> None:
         for parameter, before in self._before:
             is_new = before is None and parameter.grad is not None  # used, with weight 0
-            parameter.grad = torch.zeros_like(parameter) if is_new else before
+            parameter.grad = torch.zeros_like(local_tensor(parameter)) if is_new else before
 
     def finish(self) -> None:
         """Announce the pass where that is free, so that a peer that reduces it does not hang."""

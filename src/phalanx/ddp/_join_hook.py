@@ -20,6 +20,7 @@ import torch
 from ..errors import InvalidType
 from ..join import Join, Joinable, JoinHook
 from ._communicator import broadcast_coalesced
+from ._dtensor import local_tensor
 from ._reducer import Reducer
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def broadcast_gradients(reducer: Reducer, root: int) -> None:
             if not is_shared:
                 parameter.grad = None
             elif parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(local_tensor(parameter))
     present = [p.grad for p in reducer.parameters if p.grad is not None]
     broadcast_coalesced(present, reducer.comm, root=root)
     reducer.drop_local_grads()

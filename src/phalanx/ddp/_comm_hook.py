@@ -29,7 +29,6 @@ from ._communicator import Communicator
 from ._dtensor import original_parameter
 
 
-@dataclass(slots=True, repr=False, eq=False)
 class GradBucket:
     """The gradients of some parameters, flat and one by one.
 
@@ -37,18 +36,28 @@ class GradBucket:
     and `group` and `names`.
     """
 
-    _index: int
-    _buffer: Tensor
-    _gradients: Sequence[Tensor]
-    _parameters: Sequence[Parameter]
-    _is_last: bool
-    group: dist.ProcessGroup | None = None
-    """The group in which the module reduces its gradients, if known."""
-    names: Sequence[str] | None = None
-    """The names of the parameters in the module, in order, if known.
+    __slots__ = ("_buffer", "_gradients", "_index", "_is_last", "_parameters", "group", "names")
 
-    Buckets can be rearranged after the first step or after a restart. A hook that keeps state about
-    gradients should key it by name."""
+    def __init__(
+        self,
+        index: int,
+        buffer: Tensor,
+        gradients: Sequence[Tensor],
+        parameters: Sequence[Parameter],
+        is_last: bool,
+        *,
+        group: dist.ProcessGroup | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self._index, self._buffer, self._is_last = index, buffer, is_last
+        self._gradients, self._parameters = gradients, parameters
+        self.group = group
+        """The group in which the module reduces its gradients, if known."""
+        self.names = names
+        """The names of the parameters in the module, in order, if known.
+
+        Buckets can be rearranged after the first step or after a restart. A hook that keeps state
+        about gradients should key it by name."""
 
     def __repr__(self) -> str:
         dtype = str(self._buffer.dtype).removeprefix("torch.")
@@ -195,8 +204,11 @@ class HookCall:
         timeout = comm.timeout or timeouts.default_timeout
         reserved = max(timeouts.abort_margin * timeout, min(timeouts.abort_seconds, timeout / 2))
         self._timeout = timeout - reserved
-        self._deadline = time.monotonic() + self._timeout
         self._diagnosis_timeout = self._timeout + timeouts.diagnosis_timeout
+        self.restart_timeout()
+
+    def restart_timeout(self) -> None:
+        self._deadline = time.monotonic() + self._timeout
 
     def error(self, why: str) -> HookError | GroupError:
         """Abort the group; return the error to raise, which is an earlier one if there is one."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import InvalidType
 from ..join import Join, Joinable, JoinHook
@@ -65,7 +66,7 @@ class _DDPJoinHook(JoinHook):
     """What a rank without data does in place of a step of a wrapped module."""
 
     def __init__(self, ddp: Joinable, divide_by_initial_world_size: bool) -> None:
-        if not isinstance(ddp, Joinable):
+        if not (isinstance(ddp, Joinable) and isinstance(ddp, TorchDDP)):
             raise InvalidType(
                 f"the join hook is for DistributedDataParallel, got {type(ddp).__name__}"
             )

@@ -164,9 +164,8 @@ class Bucket:
         self.views = _views(self.buffer, self.parameters)
         self.grads = [view.view_as(view) for view in self.views]
         self._sizes = [view.nbytes for view in self.views]
-        self._address = payload.data_ptr()
         # Computed, not taken from the views: an empty view has no address.
-        offsets = accumulate(self._sizes, initial=self._address)
+        offsets = accumulate(self._sizes, initial=payload.data_ptr())
         can_copy_bytes = (
             payload.device.type == "cpu"
             and payload.dtype in DTYPES
@@ -179,10 +178,6 @@ class Bucket:
     def holds_values(self) -> bool:
         """Whether the bucket has the dtype of its parameters, which a module may change."""
         return all(p.dtype == self.payload.dtype for p in self.parameters)
-
-    def has_moved(self) -> bool:
-        """Whether the memory has moved, as it does if users put a gradient into shared memory."""
-        return self.payload.data_ptr() != self._address
 
     @property
     def nbytes(self) -> int:
@@ -276,9 +271,6 @@ class SparseBucket(Bucket):
     def _set_payload(self, payload: Tensor) -> None:
         self.payload = self.buffer = payload
         self.views = self.grads = [payload]
-
-    def has_moved(self) -> bool:
-        return False
 
     def store_result(self, result: Any) -> None:
         _check_result(result, self.buffer)
@@ -406,14 +398,18 @@ class BucketLayout:
         self._dtypes = [(original_parameter(p), p.dtype) for p in self.parameters]
         self._sample = [bucket.members[0] for bucket in self.buckets if bucket.members]
         self._has_changed = False
+        flats = [bucket.payload for bucket in self.buckets if not bucket.payload.is_sparse]
+        self._addresses = [(flat, flat.data_ptr()) for flat in flats]
         last = self.buckets[-1]
         self.header = PassHeader(
             last.payload[last.buffer.numel() :], comm.rank, comm.size, len(named), len(plans)
         )
 
     def is_outdated(self) -> bool:
-        """Whether buckets have moved in memory, or parameters have another dtype: a spot check."""
-        return any(bucket.has_moved() for bucket in self.buckets) or self.has_changed(self._sample)
+        """Whether the dtype of parameters has changed (one per bucket is checked), or memory moved."""
+        # Memory moves if users put a gradient into shared memory.
+        has_moved = any(flat.data_ptr() != address for flat, address in self._addresses)
+        return has_moved or self.has_changed(self._sample)
 
     def has_changed(self, members: Sequence[int]) -> bool:
         """Whether some of these parameters, or of earlier ones, have another dtype now."""

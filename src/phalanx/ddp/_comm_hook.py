@@ -153,18 +153,11 @@ def hook_name(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", None) or repr(hook))
 
 
-@dataclass(frozen=True)
-class HookTimeouts:
-    """How long to wait for hooks, in seconds; an abort must reach peers before they time out."""
-
-    abort_margin: float = 0.1  # the fraction of a group's timeout that is reserved for aborting
-    abort_seconds: float = 1.0  # the least to reserve, but no more than half of a short timeout
-    diagnosis_timeout: float = 10.0
-    """For a group whose deadline has passed to find out which ranks are missing."""
-    default_timeout: float = 1800.0  # of groups that do not report a timeout
-
-
-DEFAULT_TIMEOUTS = HookTimeouts()
+# In seconds. An abort must reach the peers before they time out.
+ABORT_MARGIN = 0.1  # the fraction of a group's timeout that is reserved for aborting
+ABORT_SECONDS = 1.0  # the least to reserve, but no more than half of a short timeout
+DIAGNOSIS_TIMEOUT = 10.0  # for a group whose deadline has passed to find the missing ranks
+DEFAULT_TIMEOUT = 1800.0  # of groups that do not report a timeout
 
 
 @dataclass(frozen=True)
@@ -174,14 +167,13 @@ class CommHook:
     state: Any
     hook: Hook
     comm: Communicator
-    timeouts: HookTimeouts = DEFAULT_TIMEOUTS
 
     def start(
         self, bucket: GradBucket, store: Callable[[Any], None], *, describe: Callable[[], str]
     ) -> HookWork:
         """Start to reduce a bucket; `store` stores the result, or raises `ResultMismatch`."""
         name = f"communication hook {hook_name(self.hook)}"
-        work = HookWork(self.comm, name, describe, self.timeouts)
+        work = HookWork(self.comm, name, describe)
         work.store = store
         with work:
             work.future = self.hook(self.state, bucket)
@@ -192,19 +184,14 @@ class HookCall:
     """One call of a user's hook. A fault in it aborts the group and raises on every rank."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        name: str,
-        describe: Callable[[], str] | None = None,
-        timeouts: HookTimeouts = DEFAULT_TIMEOUTS,
+        self, comm: Communicator, name: str, describe: Callable[[], str] | None = None
     ) -> None:
         self._comm = comm
         self._name = name
         self._describe = describe
-        timeout = comm.timeout or timeouts.default_timeout
-        reserved = max(timeouts.abort_margin * timeout, min(timeouts.abort_seconds, timeout / 2))
+        timeout = comm.timeout or DEFAULT_TIMEOUT
+        reserved = max(ABORT_MARGIN * timeout, min(ABORT_SECONDS, timeout / 2))
         self._timeout = timeout - reserved
-        self._diagnosis_timeout = self._timeout + timeouts.diagnosis_timeout
         self.restart_timeout()
 
     def restart_timeout(self) -> None:
@@ -240,7 +227,7 @@ class HookCall:
             future.add_done_callback(lambda _: done.set())
             # If the hook waits for peers in this group, the group will name the missing ranks.
             if not done.wait(max(0.0, self._deadline - time.monotonic())) and not (
-                self._comm.is_busy() and done.wait(self._diagnosis_timeout)
+                self._comm.is_busy() and done.wait(self._timeout + DIAGNOSIS_TIMEOUT)
             ):
                 raise self.error(f"did not complete its future within {self._timeout:.3g} s")
         with self:

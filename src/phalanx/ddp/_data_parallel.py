@@ -361,11 +361,6 @@ class DistributedDataParallel(Joinable, TorchDDP):
         super().zero_grad(set_to_none)
         self.reducer.drop_local_grads()
 
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        """Set training or evaluation mode."""
-        nn.Module.train(self, mode)
-        return self
-
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let a hook reduce the gradients: ``hook(state, bucket)`` returns a future of the mean.
 

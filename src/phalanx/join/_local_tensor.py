@@ -23,9 +23,8 @@ def to_local(dtensor: Any) -> Tensor:
 
 def from_local(part: Tensor, like: Any) -> Tensor:
     """Return the DTensor with this local tensor and the placements and shape of another."""
-    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
-    dtensor: Any = sys.modules["torch.distributed.tensor"]
-    whole = dtensor.DTensor.from_local(
-        part, mesh, like.placements, run_check=False, shape=shape, stride=stride
+    layout = {"shape": like.shape, "stride": like.stride()}
+    whole = type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, **layout
     )
     return cast("Tensor", whole)

@@ -406,7 +406,7 @@ class BucketLayout:
         )
 
     def is_outdated(self) -> bool:
-        """Whether the dtype of parameters has changed (one per bucket is checked), or memory moved."""
+        """Whether the dtype of parameters (one per bucket is checked) or an address has changed."""
         # Memory moves if users put a gradient into shared memory.
         has_moved = any(flat.data_ptr() != address for flat, address in self._addresses)
         return has_moved or self.has_changed(self._sample)

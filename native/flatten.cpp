@@ -36,6 +36,16 @@ Piece memory_of(PyObject* tensor, int type, std::size_t bytes) {
   return {static_cast<const char*>(view.data) + view.byte_offset, bytes};
 }
 
+// Whether one of our own tensors still shows this memory. Users can point it elsewhere: `x.grad.data = y`.
+bool shows(PyObject* tensor, const char* address, int type, std::size_t bytes) {
+  DlTensor view;
+  if (bytes == 0) return true;
+  if (runtime.inspect(tensor, &view) != 0) return false;
+  const std::size_t found = contiguous_elements(view) * size_of(static_cast<DType>(type));
+  const char* const data = static_cast<const char*>(view.data) + view.byte_offset;
+  return data == address && dtype_of(view) == type && found == bytes;
+}
+
 template <typename T>
 void copy_scaled(char* target, const Piece& piece, T factor) {
   const auto* from = reinterpret_cast<const T*>(piece.data);
@@ -48,25 +58,33 @@ bool can_scale(int type, double factor) {
   return factor != 0 && (type == kSingle || type == kDouble);
 }
 
-// Copies and scales tensors. Returns false, with nothing done, if one of them is None or not plain.
-bool flatten(std::uintptr_t into, nb::list tensors, nb::list sizes, int type, double factor) {
-  if (runtime.inspect == nullptr || nb::len(tensors) != nb::len(sizes)) return false;
+// Copies and scales tensors. Returns false, with nothing done, if one of them is None or not plain, or if
+// one of the views no longer shows its part of the target.
+bool flatten(
+    std::uintptr_t into, nb::list tensors, nb::list views, nb::list sizes, int type, double factor) {
+  if (runtime.inspect == nullptr) return false;
+  if (nb::len(tensors) != nb::len(sizes) || nb::len(views) != nb::len(sizes)) return false;
   if (factor != 1 && !can_scale(type, factor)) return false;
   std::vector<Piece> pieces;
   pieces.reserve(nb::len(tensors));
+  auto* target = reinterpret_cast<char*>(into);
   for (std::size_t i = 0; i < nb::len(tensors); ++i) {
     const auto bytes = nb::cast<std::size_t>(sizes[i]);
-    pieces.push_back(memory_of(nb::handle(tensors[i]).ptr(), type, bytes));
-    if (pieces.back().data == nullptr) {
+    PyObject* const tensor = nb::handle(tensors[i]).ptr();
+    PyObject* const view = nb::handle(views[i]).ptr();
+    const bool intact = shows(view, target, type, bytes);
+    // They are the same where autograd has accumulated into the bucket.
+    pieces.push_back(tensor == view ? Piece{target, bytes} : memory_of(tensor, type, bytes));
+    if (!intact || pieces.back().data == nullptr) {
       PyErr_Clear();  // the caller's fallback reports what is wrong
       return false;
     }
+    target += bytes;
   }
   const nb::gil_scoped_release release;
-  auto* target = reinterpret_cast<char*>(into);
+  target = reinterpret_cast<char*>(into);
   for (const Piece& piece : pieces) {
     if (factor == 1) {
-      // They are equal where autograd has accumulated into the bucket.
       if (target != piece.data) copy_bytes(target, piece.data, piece.bytes, piece.bytes >= kLarge);
     } else if (type == kSingle) {
       copy_scaled(target, piece, static_cast<float>(factor));
@@ -81,7 +99,7 @@ bool flatten(std::uintptr_t into, nb::list tensors, nb::list sizes, int type, do
 }  // namespace
 
 void register_flatten(nb::module_& module) {
-  module.def("flatten", &flatten, "into"_a, "tensors"_a, "sizes"_a, "type"_a, "factor"_a);
+  module.def("flatten", &flatten, "into"_a, "tensors"_a, "views"_a, "sizes"_a, "type"_a, "factor"_a);
 }
 
 }  // namespace phalanx

@@ -1,5 +1,9 @@
 """Hooks for buffers: what is done in the place of the broadcast, and when."""
 
+import copy
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -226,3 +230,42 @@ def test_relatives_of_sync_buffers(group):
     ddp._passing_sync_batchnorm_handle(ddp.module)
     with pytest.raises(ValueError, match="SyncBatchNorm"):
         ddp._passing_sync_batchnorm_handle(nn.Sequential(nn.SyncBatchNorm(3)))
+
+
+@over_cases("local-2", timeout=2, reuse=False)
+def test_the_time_limit_is_for_the_futures(group):
+    """A hook that takes long itself does not shorten the time that its future has."""
+    ddp = make(group)
+
+    def hook(state, buffers):
+        time.sleep(1.2)  # of a limit of one second
+        future = Future()
+        threading.Timer(0.2, future.set_result, [None]).start()
+        return future
+
+    ddp._register_buffer_comm_hook(None, hook, BEFORE)
+    ddp(torch.ones(ROWS, 5))
+    ddp._buffer_sync.wait()  # as backward does, but while the group is idle
+
+
+@everywhere
+@both_times
+def test_a_hook_can_be_taken_away(group, location):
+    ddp, calls = make(group), []
+    ddp._register_buffer_comm_hook(None, lambda *_: calls.append(1), location)
+    ddp.buffer_hook = None
+    ddp.module.count.fill_(group.rank())
+    for _ in range(2):
+        squares(ddp, torch.ones(ROWS, 5)).backward()
+    assert not calls
+    assert ddp.module.count == 2 * ROWS, "rank 0's, and the rows of both steps"
+
+
+@everywhere
+def test_a_copy_has_the_hook(group):
+    ddp = make(group)
+    ddp._register_buffer_comm_hook("mine", nothing, BEFORE)
+    with phalanx.groups.process_group(group):
+        again = copy.deepcopy(ddp)
+    assert again.buffer_hook.buffer_comm_hook is nothing
+    assert again._buffer_sync.hook.buffer_comm_hook_state == "mine"

@@ -4,12 +4,14 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import phalanx
 from phalanx import groups
 from phalanx.ddp import DDP, DistributedDataParallel
+from phalanx.errors import InvalidType
 from phalanx.mesh import init_device_mesh
 from phalanx.testing import over_groups
 
@@ -79,6 +81,8 @@ def test_modules_that_are_refused(group):
 def test_what_is_not_a_group(group):
     with pytest.raises(TypeError, match="group"):
         DDP(mlp(), process_group="gloo")
+    with pytest.raises(InvalidType, match="got NON_GROUP_MEMBER"):
+        DDP(mlp(), process_group=dist.GroupMember.NON_GROUP_MEMBER)
     with pytest.raises(ValueError, match="no group"):
         DDP(mlp())
 

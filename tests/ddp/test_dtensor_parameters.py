@@ -138,6 +138,45 @@ def accumulates(mesh):
         compare(ddp, whole)
 
 
+def weighs_nothing(mesh):
+    """Begin with a micro-batch of weight 0, which leaves zeros where there was no gradient."""
+    group = mesh[mesh.mesh_dim_names[0]].get_group()
+    ddp, whole = make(mesh)
+    for step in range(3):
+        rows = batch(step, group.size()).double()
+        with ddp.no_sync():
+            ddp.backward(squares(ddp, share(rows, group)), weight=0)
+        assert all(p.grad is not None for p in ddp.parameters())
+        ddp.backward(squares(ddp, share(rows, group)), weight=1)
+        squares(whole, rows).backward()
+        compare(ddp, whole)
+
+
+def runs_out_of_data(mesh, with_hook):
+    """Take over gradients, weights and momentum of the rank that had data to the end."""
+    group = mesh[mesh.mesh_dim_names[0]].get_group()
+    ddp, _ = make(mesh)
+    if with_hook:
+        ddp.register_comm_hook(None, allreduce_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    with ddp.join(optimizers=[optimizer]):
+        for step in range(2 * group.rank() + 1):
+            squares(ddp, share(batch(step, group.size()).double(), group)).backward()
+            optimizer.step()
+            if step < 2:  # rank 0 ends without gradients
+                optimizer.zero_grad()
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in ddp.parameters()]
+    for tensors in ([p.grad for p in ddp.parameters()], momenta):
+        parts = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        assert sum(isinstance(t, DTensor) for t in tensors) == 4
+        flat = torch.cat([part.flatten() for part in parts])
+        first, second = ddp._comm.gather(flat)
+        assert flat.any()
+        assert torch.equal(first, second)
+    optimizer.step()
+    ddp.assert_in_sync()
+
+
 def leaves_out(mesh):
     """Use the layers that are spread on some ranks only, and then on none."""
     group = mesh[mesh.mesh_dim_names[0]].get_group()
@@ -233,6 +272,8 @@ BODIES = {
     for body in (
         trains,
         accumulates,
+        weighs_nothing,
+        runs_out_of_data,
         leaves_out,
         takes_a_hook,
         computes_in_low_precision,
@@ -254,6 +295,7 @@ def test_gradients_are_those_of_the_whole(ranks, backend, keeps):
     "name",
     [
         "accumulates",
+        "weighs_nothing",
         "leaves_out",
         "takes_a_hook",
         "computes_in_low_precision",
@@ -262,6 +304,12 @@ def test_gradients_are_those_of_the_whole(ranks, backend, keeps):
 )
 def test_passes_of_all_kinds(ranks, backend, name):
     ranks.run(on_mesh, 4, args=(backend, name))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("with_hook", [True, False], ids=["shadowed", "left"])
+def test_uneven_inputs(ranks, backend, with_hook):
+    ranks.run(on_mesh, 4, args=(backend, "runs_out_of_data", with_hook))
 
 
 @pytest.mark.parametrize("name", ["differs", "copies"])

@@ -12,8 +12,11 @@ from .whole import (
     batch,
     both,
     both_ways,
+    compare,
     everywhere,
+    inner,
     mlp,
+    on_pairs,
     share,
     squares,
     train,
@@ -176,3 +179,98 @@ def test_a_reduced_gradient_stays_as_it_was_to_the_last_bit(group, keeps):
         ddp(rows, 0).sum().backward()
         assert torch.equal(ddp.module.layers[1].weight.grad, before)
         ddp.zero_grad()
+
+
+@everywhere
+@both_ways
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+def test_gradients_whose_data_is_replaced(group, keeps, set_to_none):
+    """Assigning to ``.grad.data`` points the tensor elsewhere; the next pass must not miss it."""
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
+    for step in range(5):
+        both(ddp, whole, group, step)
+        both(ddp, whole, group, step + 10)  # adds to what the first pass has left
+        assert_same_gradients(ddp.module, whole)
+        for parameter in (*ddp.parameters(), *whole.parameters()):
+            parameter.grad.data = parameter.grad.data.clamp(-0.1, 0.1)
+        if step % 2:
+            ddp.zero_grad(set_to_none)
+            whole.zero_grad(set_to_none)
+
+
+@everywhere
+def test_gradients_whose_data_is_replaced_by_a_hook(group):
+    """In the middle of a pass, while ``.grad`` is a view that the pass before has left."""
+    ddp, whole = wrapped(mlp, group)
+
+    def replace(parameter):
+        parameter.grad.data = parameter.grad.data.clone()
+
+    ddp.module[0].weight.register_post_accumulate_grad_hook(replace)
+    for step in range(4):
+        both(ddp, whole, group, step)
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad(set_to_none=False)
+        whole.zero_grad(set_to_none=False)
+
+
+CONVERSIONS = {
+    "double": lambda module: module.double(),
+    "a part": lambda module: inner(module)[0].double(),
+    "channels last": lambda module: module.to(memory_format=torch.channels_last),
+    "copies": lambda module: module._apply(torch.clone),
+    "shared memory": lambda module: module.share_memory(),
+}
+
+
+class Convolution(nn.Sequential):
+    """A network whose layers may have different dtypes."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(1, 3, 2, bias=False), nn.Flatten(), nn.Linear(12, 3))
+
+    def forward(self, rows):
+        """Run it on squares of nine numbers."""
+        for layer in self:
+            parameters = [*layer.parameters()]
+            rows = rows.to(parameters[0].dtype) if parameters else rows
+            rows = layer(rows.reshape(-1, 1, 3, 3) if isinstance(layer, nn.Conv2d) else rows)
+        return rows
+
+
+@on_pairs
+@both_ways
+@pytest.mark.parametrize("is_clear", [True, False], ids=["clear", "kept"])
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_a_module_that_is_converted_between_steps(group, keeps, is_clear, conversion):
+    """A conversion replaces the data of parameters, and of the gradients that they have."""
+    ddp, whole = wrapped(Convolution, group, gradient_as_bucket_view=keeps)
+    for step in range(8):
+        if step in (3, 5):  # buckets are in their final order; then with a forward pass at once
+            for module in (ddp, whole):
+                CONVERSIONS[conversion](module)
+        rows = batch(step, group.size(), width=9)
+        squares(ddp, share(rows, group)).backward()
+        whole_loss(whole, rows, group, squares, step).backward()
+        assert_same_gradients(ddp.module, whole)
+        for mine, theirs in zip(ddp.parameters(), whole.parameters(), strict=True):
+            assert mine.grad.dtype == theirs.grad.dtype == mine.dtype
+        if is_clear or step != 2:
+            ddp.zero_grad()
+            whole.zero_grad()
+
+
+@on_pairs
+def test_gradients_of_a_converted_module_are_exact(group):
+    """Buckets follow a change of dtype, so that nothing is rounded."""
+    ddp, whole = wrapped(mlp, group)
+    for step in range(6):
+        rows = batch(step, group.size())
+        if step >= 3:
+            ddp.module.double()
+            whole.double()
+            rows = rows.double()
+        squares(ddp, share(rows, group)).backward()
+        whole_loss(whole, rows, group, squares, step).backward()
+        compare(ddp, whole, rtol=1e-6 if step < 3 else 1e-13)
+    assert {bucket.payload.dtype for bucket in ddp.reducer.buckets} == {torch.float64}

@@ -13,7 +13,7 @@ from phalanx.join import Join
 from phalanx.testing import over_groups
 
 from .internals import _DDPJoinHook
-from .whole import ROWS, TINY, assert_close, batch, mlp, on_every_backend, seeded, share
+from .whole import ROWS, TINY, alone, assert_close, batch, mlp, on_every_backend, seeded, share
 
 LENGTHS = {2: ([4, 2], [0, 2]), 4: ([2, 4, 0, 2], [4, 0, 0, 0])}
 PASSES = 2  # of which the first is local, where gradients are accumulated
@@ -186,6 +186,10 @@ def test_uneven_inputs_may_be_an_error(group):
             ddp(share(batch(step, group.size()), group)).square().mean().backward()
 
 
-def test_the_hook_is_for_wrapped_modules():
-    with pytest.raises(InvalidType, match="for DistributedDataParallel"):
-        _DDPJoinHook(nn.Linear(1, 1), True)
+@alone
+def test_the_hook_is_for_wrapped_modules(group):
+    module = nn.Linear(1, 1)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group)
+    for other in (module, optimizer):
+        with pytest.raises(InvalidType, match="for DistributedDataParallel"):
+            _DDPJoinHook(other, True)

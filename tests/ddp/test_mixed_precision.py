@@ -180,6 +180,16 @@ def test_buffers_and_what_is_ignored(group):
 
 
 @several
+def test_our_setting_is_kept_as_it_is(group):
+    class Named(MixedPrecision):
+        name = "ours"
+
+    setting = Named(param_dtype=LOW)
+    ddp, _ = wrapped(mlp, group, mixed_precision=setting)
+    assert ddp.mixed_precision is setting
+
+
+@several
 def test_torchs_setting_is_taken(group):
     from torch.nn.parallel.distributed import _MixedPrecision as Theirs
 

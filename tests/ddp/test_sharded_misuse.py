@@ -62,6 +62,20 @@ def test_bad_groups(group):
         ShardedOptimizer(module.parameters(), SGD)
 
 
+@on_pairs
+def test_a_group_that_is_refused_leaves_nothing_behind(group):
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = ShardedOptimizer([weight], SGD, process_group=group, lr=0.1)
+    refused = nn.Parameter(torch.empty(2, device="meta"))
+    for params in (refused, [refused], [("name", refused)], [torch.ones(1), torch.ones(1), weight]):
+        with pytest.raises((errors.InvalidState, ValueError)):
+            optimizer.add_param_group({"params": params})
+    assert len(optimizer.param_groups) == 1
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.allclose(weight, torch.tensor(0.9))
+
+
 @over_groups(backends=("local", "shm", "gloo"), sizes=(2,), reuse=True)
 def test_ranks_with_other_parameters_are_told_which(group):
     wide = 3 + group.rank()

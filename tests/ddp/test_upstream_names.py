@@ -287,6 +287,7 @@ INHERITED = {
     "gather": None,
     "scatter": None,
     "to_kwargs": None,
+    "train": lambda ddp: ddp.train().eval(),
 }
 """What needs nothing that torch's constructor makes; how one rank on a CPU calls it, if it can."""
 REFUSED = (

@@ -85,20 +85,26 @@ def test_our_joinables_in_torchs_block(ranks, backend):
     ranks.run(ours_in_theirs, 2, args=(backend,), timeout=30)
 
 
-def torchs_early_termination(ctx):
+def torchs_early_termination(ctx, is_wrapped):
     with world(ctx, "shm"):
         model = DistributedDataParallel(torch.nn.Linear(3, 2))
         with (
             pytest.raises(RuntimeError, match="exhausted"),
             Join([model], throw_on_early_termination=True),
         ):
-            for _ in range(1 + ctx.rank):
-                model(torch.ones(1, 3)).sum().backward()
+            for step in range(1 + ctx.rank):
+                try:
+                    model(torch.ones(1, 3)).sum().backward()
+                except RuntimeError as error:
+                    if is_wrapped:
+                        raise RuntimeError(f"step {step}: {error}") from error
+                    raise
         dist.barrier()  # the group is as good as before
 
 
-def test_uneven_inputs_of_torchs_joinables_leave_the_group_whole(ranks):
-    ranks.run(torchs_early_termination, 2, timeout=30)
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["plain", "wrapped"])
+def test_uneven_inputs_of_torchs_joinables_leave_the_group_whole(ranks, is_wrapped):
+    ranks.run(torchs_early_termination, 2, args=(is_wrapped,), timeout=30)
 
 
 def test_ours_pass_for_torchs():

@@ -36,7 +36,7 @@ from ..errors import GroupError, HookError, InvalidState, RankMismatch
 from ._buckets import Bucket, BucketLayout, BucketPiece, Gradients, count_missing, scale_gradient
 from ._comm_hook import CommHook, GradBucket, HookWork
 from ._communicator import AnyWork, Communicator
-from ._dtensor import LocalShard
+from ._dtensor import LocalShard, local_tensor
 from ._optimizer_in_backward import OptimizersInBackward
 from ._parameter_consistency import NamedTensors, assert_same_values, fingerprint
 from ._pass_header import NO_DATA, PASS_NUMBER_CYCLE, PassHeader
@@ -92,7 +92,7 @@ class LocalPass:
     def abandon(self) -> None:
         for parameter, before in self._before:
             is_new = before is None and parameter.grad is not None  # used, with weight 0
-            parameter.grad = torch.zeros_like(parameter) if is_new else before
+            parameter.grad = torch.zeros_like(local_tensor(parameter)) if is_new else before
 
     def finish(self) -> None:
         """Announce the pass where that is free, so that a peer that reduces it does not hang."""
@@ -242,7 +242,10 @@ class ReducedPass:
             self._own.update(zip(piece.members, own, strict=True))
         if not self._scale.uses_new_gradients:
             new = [None] * len(new)
-        bucket.gather(piece, new, previous, self._scale.factor)
+        is_native = bucket.gather(piece, new, previous, self._scale.factor)
+        if not is_native and self._layout.has_changed(piece.members):
+            # Reduce in the dtype of the bucket once more; the next forward pass makes new buckets.
+            self._layout.grad_is_view = self._assigns_early = False
         if previous:
             for i in piece.members:  # a late gradient must not be added to them again
                 self._previous_grads[i] = None
@@ -437,7 +440,7 @@ class ReducedPass:
         """Put the results of a piece in ``.grad``; `used`: by some rank, None if all are."""
         piece, grad_is_view = self._pieces[index], self._layout.grad_is_view
         self._is_assigned[index] = True
-        results = self._buckets[piece.bucket_index].views[piece.positions]
+        results = self._buckets[piece.bucket_index].grads[piece.positions]
         if used is None and grad_is_view:
             for parameter, result in zip(piece.parameters, results, strict=True):
                 parameter.grad = result
@@ -452,7 +455,7 @@ class ReducedPass:
                 parameter.grad = None
 
     def _copied(self, i: int, result: Tensor) -> Tensor:
-        own, dtype = self._own[i], self._layout.parameters[i].dtype
+        own, dtype = self._own.get(i), self._layout.parameters[i].dtype
         if own is None or result.is_sparse or (own.layout, own.dtype) != (result.layout, dtype):
             return result.to(dtype, copy=True)
         with torch.no_grad():

@@ -24,7 +24,7 @@ from .. import native
 from ..groups._fast_path import configure_fast_path
 from ..groups.backends.shm import DTYPES
 from ._communicator import Communicator
-from ._dtensor import local_tensor
+from ._dtensor import local_tensor, original_parameter
 from ._pass_header import HEADER_DTYPES, PassHeader
 
 MIB = 1 << 20
@@ -136,6 +136,9 @@ class Bucket:
     payload: Tensor  # the tensor that is reduced
     buffer: Tensor  # the gradients in one tensor, without the header
     views: list[Tensor]  # the gradients by position, with the shapes and strides of the parameters
+    grads: list[Tensor]
+    """The same views as other objects, for ``.grad``. Users may point those elsewhere: assigning to
+    `.grad.data` does, and so does a module that changes its dtype. `gather` replaces them then."""
 
     def __init__(
         self, index: int, members: list[int], parameters: list[Parameter], payload: Tensor
@@ -159,6 +162,7 @@ class Bucket:
         self.payload = payload
         self.buffer = payload[: sum(p.numel() for p in self.parameters)]
         self.views = _views(self.buffer, self.parameters)
+        self.grads = [view.view_as(view) for view in self.views]
         self._sizes = [view.nbytes for view in self.views]
         # Computed, not taken from the views: an empty view has no address.
         offsets = accumulate(self._sizes, initial=payload.data_ptr())
@@ -189,16 +193,23 @@ class Bucket:
 
     def gather(
         self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
-    ) -> None:
-        """Store the sum of new and previous gradients, times a factor."""
+    ) -> bool:
+        """Store the sum of new and previous gradients, times a factor.
+
+        Returns whether all were copied natively, so that they have the dtype of the bucket.
+        """
         positions = piece.positions
-        if not previous and self._addresses is not None:
+        if self._addresses is not None and count_missing(previous) == len(previous):
             # Contiguous gradients are copied natively, in a third of torch's time.
             assert native.engine is not None
             into, sizes = self._addresses[positions.start], self._sizes[positions]
-            dtype = DTYPES[self.payload.dtype]
-            if native.engine.flatten(into, new, sizes, dtype, factor):
-                return
+            grads, dtype = self.grads[positions], DTYPES[self.payload.dtype]
+            if native.engine.flatten(into, new, grads, sizes, dtype, factor):
+                return True
+        self.grads[positions] = [
+            grad if grad.is_set_to(view) else view.view_as(view)
+            for grad, view in zip(self.grads[positions], self.views[positions], strict=True)
+        ]
         if factor != 1 and not self.holds_values:
             # Before rounding: gradients that are accumulated by weight may overflow unscaled.
             new, previous = (
@@ -206,13 +217,14 @@ class Bucket:
                 for gradients in (new, previous)
             )
             factor = 1.0
-        views = self.views[positions]
+        views, grads = self.views[positions], self.grads[positions]
         if previous or any(each is None or each.is_sparse for each in new):
-            for view, old, gradient in zip(views, previous or [None] * len(new), new, strict=True):
+            pairs = zip(previous or [None] * len(new), new, strict=True)
+            for view, grad, (old, gradient) in zip(views, grads, pairs, strict=True):
                 first, second = (gradient, None) if old is None else (old, gradient)
                 if first is None:
                     view.zero_()
-                elif first is not view:
+                elif first is not grad:
                     view.copy_(first.to_dense() if first.is_sparse else first)
                 if second is not None:
                     view.add_(second)
@@ -220,6 +232,7 @@ class Bucket:
             torch._foreach_copy_(views, new)  # type: ignore[arg-type]
         if factor != 1:
             _scale(views, factor)
+        return False
 
     def add(self, position: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:
@@ -257,7 +270,7 @@ class SparseBucket(Bucket):
 
     def _set_payload(self, payload: Tensor) -> None:
         self.payload = self.buffer = payload
-        self.views = [payload]
+        self.views = self.grads = [payload]
 
     def store_result(self, result: Any) -> None:
         _check_result(result, self.buffer)
@@ -265,7 +278,7 @@ class SparseBucket(Bucket):
 
     def gather(
         self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
-    ) -> None:
+    ) -> bool:
         total = _empty_sparse(*piece.parameters)
         for part in (*previous, *new):
             if part is not None:
@@ -273,6 +286,7 @@ class SparseBucket(Bucket):
         self._set_payload(total.coalesce())
         if factor != 1:
             self.scale(factor)
+        return False
 
     def add(self, position: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:
@@ -381,7 +395,25 @@ class BucketLayout:
         """How many gradients of each piece did not arrive in the recorded pass."""
         self.grad_is_view = False
         """After a pass, ``.grad`` is a view of the bucket, not a tensor of its own."""
+        self._dtypes = [(original_parameter(p), p.dtype) for p in self.parameters]
+        self._sample = [bucket.members[0] for bucket in self.buckets if bucket.members]
+        self._has_changed = False
+        flats = [bucket.payload for bucket in self.buckets if not bucket.payload.is_sparse]
+        self._addresses = [(flat, flat.data_ptr()) for flat in flats]
         last = self.buckets[-1]
         self.header = PassHeader(
             last.payload[last.buffer.numel() :], comm.rank, comm.size, len(named), len(plans)
         )
+
+    def is_outdated(self) -> bool:
+        """Whether the dtype of parameters (one per bucket is checked) or an address has changed."""
+        # Memory moves if users put a gradient into shared memory.
+        has_moved = any(flat.data_ptr() != address for flat, address in self._addresses)
+        return has_moved or self.has_changed(self._sample)
+
+    def has_changed(self, members: Sequence[int]) -> bool:
+        """Whether some of these parameters, or of earlier ones, have another dtype now."""
+        for i in members:
+            parameter, dtype = self._dtypes[i]
+            self._has_changed |= parameter.dtype != dtype
+        return self._has_changed

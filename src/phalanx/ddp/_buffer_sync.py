@@ -55,7 +55,7 @@ class BufferSynchronizer:
 
     _inventory: ModuleInventory
     _comm: Communicator
-    hook: _BufferCommHook | None  # called instead of the broadcast
+    hook: _BufferCommHook | None = None  # called instead of the broadcast
     _call: HookCall | None = None
     _futures: list[Any] = field(default_factory=list)
 
@@ -73,6 +73,7 @@ class BufferSynchronizer:
         self._call = HookCall(self._comm, f"buffer hook {name}")
         with torch.no_grad(), self._call:
             returned = hook(self.hook.buffer_comm_hook_state, self._inventory.named_buffers())
+        self._call.restart_timeout()  # the limit is for the futures
         if returned is not None:
             futures = list(returned) if isinstance(returned, (list, tuple)) else [returned]
             for future in futures:

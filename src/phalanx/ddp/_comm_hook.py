@@ -29,7 +29,6 @@ from ._communicator import Communicator
 from ._dtensor import original_parameter
 
 
-@dataclass(slots=True, repr=False, eq=False)
 class GradBucket:
     """The gradients of some parameters, flat and one by one.
 
@@ -37,18 +36,28 @@ class GradBucket:
     and `group` and `names`.
     """
 
-    _index: int
-    _buffer: Tensor
-    _gradients: Sequence[Tensor]
-    _parameters: Sequence[Parameter]
-    _is_last: bool
-    group: dist.ProcessGroup | None = None
-    """The group in which the module reduces its gradients, if known."""
-    names: Sequence[str] | None = None
-    """The names of the parameters in the module, in order, if known.
+    __slots__ = ("_buffer", "_gradients", "_index", "_is_last", "_parameters", "group", "names")
 
-    Buckets can be rearranged after the first step or after a restart. A hook that keeps state about
-    gradients should key it by name."""
+    def __init__(
+        self,
+        index: int,
+        buffer: Tensor,
+        gradients: Sequence[Tensor],
+        parameters: Sequence[Parameter],
+        is_last: bool,
+        *,
+        group: dist.ProcessGroup | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self._index, self._buffer, self._is_last = index, buffer, is_last
+        self._gradients, self._parameters = gradients, parameters
+        self.group = group
+        """The group in which the module reduces its gradients, if known."""
+        self.names = names
+        """The names of the parameters in the module, in order, if known.
+
+        Buckets can be rearranged after the first step or after a restart. A hook that keeps state
+        about gradients should key it by name."""
 
     def __repr__(self) -> str:
         dtype = str(self._buffer.dtype).removeprefix("torch.")
@@ -144,18 +153,11 @@ def hook_name(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", None) or repr(hook))
 
 
-@dataclass(frozen=True)
-class HookTimeouts:
-    """How long to wait for hooks, in seconds; an abort must reach peers before they time out."""
-
-    abort_margin: float = 0.1  # the fraction of a group's timeout that is reserved for aborting
-    abort_seconds: float = 1.0  # the least to reserve, but no more than half of a short timeout
-    diagnosis_timeout: float = 10.0
-    """For a group whose deadline has passed to find out which ranks are missing."""
-    default_timeout: float = 1800.0  # of groups that do not report a timeout
-
-
-DEFAULT_TIMEOUTS = HookTimeouts()
+# In seconds. An abort must reach the peers before they time out.
+ABORT_MARGIN = 0.1  # the fraction of a group's timeout that is reserved for aborting
+ABORT_SECONDS = 1.0  # the least to reserve, but no more than half of a short timeout
+DIAGNOSIS_TIMEOUT = 10.0  # for a group whose deadline has passed to find the missing ranks
+DEFAULT_TIMEOUT = 1800.0  # of groups that do not report a timeout
 
 
 @dataclass(frozen=True)
@@ -165,14 +167,13 @@ class CommHook:
     state: Any
     hook: Hook
     comm: Communicator
-    timeouts: HookTimeouts = DEFAULT_TIMEOUTS
 
     def start(
         self, bucket: GradBucket, store: Callable[[Any], None], *, describe: Callable[[], str]
     ) -> HookWork:
         """Start to reduce a bucket; `store` stores the result, or raises `ResultMismatch`."""
         name = f"communication hook {hook_name(self.hook)}"
-        work = HookWork(self.comm, name, describe, self.timeouts)
+        work = HookWork(self.comm, name, describe)
         work.store = store
         with work:
             work.future = self.hook(self.state, bucket)
@@ -183,20 +184,18 @@ class HookCall:
     """One call of a user's hook. A fault in it aborts the group and raises on every rank."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        name: str,
-        describe: Callable[[], str] | None = None,
-        timeouts: HookTimeouts = DEFAULT_TIMEOUTS,
+        self, comm: Communicator, name: str, describe: Callable[[], str] | None = None
     ) -> None:
         self._comm = comm
         self._name = name
         self._describe = describe
-        timeout = comm.timeout or timeouts.default_timeout
-        reserved = max(timeouts.abort_margin * timeout, min(timeouts.abort_seconds, timeout / 2))
+        timeout = comm.timeout or DEFAULT_TIMEOUT
+        reserved = max(ABORT_MARGIN * timeout, min(ABORT_SECONDS, timeout / 2))
         self._timeout = timeout - reserved
+        self.restart_timeout()
+
+    def restart_timeout(self) -> None:
         self._deadline = time.monotonic() + self._timeout
-        self._diagnosis_timeout = self._timeout + timeouts.diagnosis_timeout
 
     def error(self, why: str) -> HookError | GroupError:
         """Abort the group; return the error to raise, which is an earlier one if there is one."""
@@ -228,7 +227,7 @@ class HookCall:
             future.add_done_callback(lambda _: done.set())
             # If the hook waits for peers in this group, the group will name the missing ranks.
             if not done.wait(max(0.0, self._deadline - time.monotonic())) and not (
-                self._comm.is_busy() and done.wait(self._diagnosis_timeout)
+                self._comm.is_busy() and done.wait(self._timeout + DIAGNOSIS_TIMEOUT)
             ):
                 raise self.error(f"did not complete its future within {self._timeout:.3g} s")
         with self:

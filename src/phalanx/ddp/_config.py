@@ -52,10 +52,9 @@ def resolve_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
         process_group = device_mesh.get_group(mesh_dim=0)
     if process_group is None:
         return require_default_group()
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidArgument("this rank is not in the process group")
     if not isinstance(process_group, dist.ProcessGroup):
-        kind = type(process_group).__name__
+        is_outside = process_group is dist.GroupMember.NON_GROUP_MEMBER
+        kind = "NON_GROUP_MEMBER" if is_outside else type(process_group).__name__
         raise InvalidType(f"process_group must be a ProcessGroup, got {kind}")
     return process_group
 

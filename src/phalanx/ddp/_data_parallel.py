@@ -107,7 +107,6 @@ class DistributedDataParallel(Joinable, TorchDDP):
 
     mixed_precision: MixedPrecision | None  # type: ignore[assignment]
     reducer: Reducer  # type: ignore[assignment]  # as the others, not of torch's type
-    buffer_hook: _BufferCommHook | None  # type: ignore[assignment]
     device: torch.device
     _comm: Communicator
     _precision_policy: PrecisionPolicy | None
@@ -188,7 +187,6 @@ class DistributedDataParallel(Joinable, TorchDDP):
         self._check_sync_every = check_count("check_sync_every", check_sync_every)
         self._bucket_sizes = (bucket_cap_mb, bucket_cap_mb_list)
         self._hook: tuple[object, Callable[[Any, Any], Any]] | None = None
-        self.buffer_hook = None
         comm = Communicator(self.process_group, self.device)
         if init_sync:
             verify_parameters(named, comm)
@@ -210,11 +208,11 @@ class DistributedDataParallel(Joinable, TorchDDP):
     def _inspect_module(self) -> ModuleInventory:
         return ModuleInventory(self.module, self.parameters_to_ignore, self._extra_parameters)
 
-    def _connect(self) -> None:
+    def _connect(self, buffer_hook: _BufferCommHook | None = None) -> None:
         """Build everything that refers to the process group."""
         self._comm = Communicator(self.process_group, self.device)
         _config.set_sync_batch_norm_group(self._inventory.sync_norms, self.process_group)
-        self._buffer_sync = BufferSynchronizer(self._inventory, self._comm, self.buffer_hook)
+        self._buffer_sync = BufferSynchronizer(self._inventory, self._comm, buffer_hook)
         self._precision_policy = reduce_dtype = None
         if self.mixed_precision is not None:
             reduce_dtype = self.mixed_precision.gradient_dtype
@@ -239,7 +237,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
     def _reconnect(self) -> None:
         before = self.reducer
         before.close()
-        self._connect()
+        self._connect(self.buffer_hook)
         self.reducer.take_settings_from(before)
 
     def _rebuild_if_replaced(self, _: object) -> None:
@@ -363,11 +361,6 @@ class DistributedDataParallel(Joinable, TorchDDP):
         super().zero_grad(set_to_none)
         self.reducer.drop_local_grads()
 
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        """Set training or evaluation mode."""
-        nn.Module.train(self, mode)
-        return self
-
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let a hook reduce the gradients: ``hook(state, bucket)`` returns a future of the mean.
 
@@ -424,7 +417,15 @@ class DistributedDataParallel(Joinable, TorchDDP):
     ) -> None:
         """Let a hook synchronize buffers; backward waits for the futures that it returns."""
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
-        self._buffer_sync.hook = self.buffer_hook
+
+    @property  # type: ignore[override]
+    def buffer_hook(self) -> _BufferCommHook | None:
+        """The hook that synchronizes buffers, or None for a broadcast."""
+        return self._buffer_sync.hook
+
+    @buffer_hook.setter
+    def buffer_hook(self, hook: _BufferCommHook | None) -> None:
+        self._buffer_sync.hook = hook
 
     def _sync_buffers(self) -> None:
         # In a join, rank 0 may be out of data and have old buffers.
@@ -554,10 +555,12 @@ class DistributedDataParallel(Joinable, TorchDDP):
         state = {name: value for name, value in vars(self).items() if name not in NOT_PICKLED}
         state["_syncs_gradients"] = self.reducer.syncs_gradients
         state["_weight"] = self.reducer.weights.current
+        state["_buffer_hook"] = self.buffer_hook
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         syncs_gradients, weight = state.pop("_syncs_gradients"), state.pop("_weight")
+        buffer_hook = state.pop("_buffer_hook")
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self._join_config, self._join_block = _JoinConfig.construct_disabled_join_config(), None
         try:
@@ -569,7 +572,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
             ) from error
         self.device_mesh = None
         self._inventory = self._inspect_module()
-        self._connect()
+        self._connect(buffer_hook)
         self.reducer.syncs_gradients = syncs_gradients
         self.reducer.weights.current = weight
 

@@ -3,27 +3,16 @@
 Data parallelism copies, sends and sums this rank's local shard. Autograd and the optimizer keep
 working on the DTensor. `LocalShard` stands in for such a parameter inside the reducer; whatever
 is given to users or to autograd must be the parameter itself.
-
-torch's DTensor module is never imported here, only looked up if something else has imported it.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any, cast
 
 from torch import Tensor
 from torch.nn import Parameter
 
-
-def _is_dtensor(tensor: object) -> bool:
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _to_local(dtensor: Any) -> Tensor:
-    part = dtensor.to_local()
-    return cast("Tensor", part.wait() if hasattr(part, "wait") else part)  # it may be async
+from ..join._local_tensor import from_local, is_dtensor, to_local
 
 
 class LocalShard:
@@ -38,24 +27,19 @@ class LocalShard:
     @property
     def grad(self) -> Tensor | None:
         gradient = self.parameter.grad
-        if not _is_dtensor(gradient):
+        if not is_dtensor(gradient):
             return cast("Tensor | None", gradient)
         if gradient.placements != self.parameter.placements:  # a partial sum, for example
             gradient = gradient.redistribute(placements=self.parameter.placements)
-        return _to_local(gradient)
+        return to_local(gradient)
 
     @grad.setter
     def grad(self, part: Tensor | None) -> None:
-        p = self.parameter
-        if part is not None:
-            part = type(p).from_local(
-                part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
-        p.grad = part
+        self.parameter.grad = None if part is None else from_local(part, self.parameter)
 
     def detach(self) -> Tensor:
         """Return the shard; writing to it changes the parameter."""
-        return _to_local(self.parameter.detach())
+        return to_local(self.parameter.detach())
 
     def __getattr__(self, name: str) -> Any:
         is_of_autograd = name.startswith(("register_", "requires_grad"))
@@ -63,7 +47,7 @@ class LocalShard:
 
 
 def as_local_shard(parameter: Parameter) -> Parameter:
-    return cast("Parameter", LocalShard(parameter)) if _is_dtensor(parameter) else parameter
+    return cast("Parameter", LocalShard(parameter)) if is_dtensor(parameter) else parameter
 
 
 def original_parameter(parameter: Parameter) -> Parameter:
@@ -75,4 +59,4 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, and any other tensor as it is."""
     if isinstance(tensor, LocalShard):
         return tensor.detach()
-    return _to_local(tensor.detach()) if _is_dtensor(tensor) else tensor
+    return to_local(tensor.detach()) if is_dtensor(tensor) else tensor

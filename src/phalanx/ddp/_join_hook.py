@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import InvalidType
 from ..join import Join, Joinable, JoinHook
 from ._communicator import broadcast_coalesced
+from ._dtensor import local_tensor
 from ._reducer import Reducer
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class _DDPJoinHook(JoinHook):
     """What a rank without data does in place of a step of a wrapped module."""
 
     def __init__(self, ddp: Joinable, divide_by_initial_world_size: bool) -> None:
-        if not isinstance(ddp, Joinable):
+        if not (isinstance(ddp, Joinable) and isinstance(ddp, TorchDDP)):
             raise InvalidType(
                 f"the join hook is for DistributedDataParallel, got {type(ddp).__name__}"
             )
@@ -138,7 +140,7 @@ def broadcast_gradients(reducer: Reducer, root: int) -> None:
             if not is_shared:
                 parameter.grad = None
             elif parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(local_tensor(parameter))
     present = [p.grad for p in reducer.parameters if p.grad is not None]
     broadcast_coalesced(present, reducer.comm, root=root)
     reducer.drop_local_grads()

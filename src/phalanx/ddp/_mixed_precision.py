@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,13 @@ def resolve_mixed_precision(
     """Accept our class or torch's; raise if parameters have no higher precision to keep."""
     if given is None:
         return None
-    try:
-        config = MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
-    except AttributeError:
-        kind = type(given).__name__
-        raise InvalidType(f"mixed_precision must be a MixedPrecision, got {kind}") from None
+    config = given
+    if not isinstance(given, MixedPrecision):
+        try:
+            config = MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
+        except AttributeError:
+            kind = type(given).__name__
+            raise InvalidType(f"mixed_precision must be a MixedPrecision, got {kind}") from None
     wanted = config.param_dtype
     lowered = [(name, p) for name, p in named if wanted and p.is_floating_point()]
     for name, parameter in lowered:
@@ -72,7 +74,7 @@ def resolve_mixed_precision(
             "it in full precision, or pass only reduce_dtype: "
             "MixedPrecision(reduce_dtype=torch.float32)"
         )
-    return config
+    return cast("MixedPrecision", config)
 
 
 class PrecisionPolicy:

@@ -32,7 +32,7 @@ class OptimizersInBackward:
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self._named = list(named)
-        self._ends = self._named[:1] + self._named[-1:]
+        self.ends = self._named[:1] + self._named[-1:]  # cheap enough to check in every step
         self._fused: list[Optimizer] = []  # at most one
         self._per_parameter = [(id(p), optimizer) for _, p in named for optimizer in _applied(p)]
         """Optimizers of single parameters, with the id of the parameter."""
@@ -89,10 +89,6 @@ class OptimizersInBackward:
             finally:
                 for group, members in zip(optimizer.param_groups, every, strict=True):
                     group["params"] = members
-
-    def spot_check(self) -> None:
-        """Check the first and the last parameter only, which is cheap enough for every step."""
-        self.check(self._ends)
 
     def check(self, named: Sequence[tuple[str, Parameter]] | None = None) -> None:
         """Raise if an optimizer was applied after wrapping, to these parameters or to any."""

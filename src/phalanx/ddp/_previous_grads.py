@@ -56,14 +56,8 @@ class PreviousGrads:
                 self._reduced[parameter] = gradient.detach().clone()
                 parameter.grad = None
 
-    def add(self) -> None:
-        self._add(1)
-
-    def subtract(self) -> None:
-        """Leave in ``.grad`` what is not reduced yet."""
-        self._add(-1)
-
-    def _add(self, alpha: int) -> None:
+    def add(self, alpha: int = 1) -> None:
+        """Add them to ``.grad``; subtracted, they leave there what is not reduced yet."""
         with torch.no_grad():
             for parameter, value in self._reduced.items():
                 gradient = parameter.grad

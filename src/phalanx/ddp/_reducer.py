@@ -157,13 +157,14 @@ class Reducer:
         self._may_overflow = not dtypes.isdisjoint(OVERFLOW_PRONE_DTYPES)
 
     def prepare(self) -> None:
-        """Prepare for a forward pass: apply a new bucket order, or track unfrozen parameters."""
+        """Prepare for a forward pass: follow a new order, unfrozen parameters, another dtype."""
         self._abandon_if_dead()
         if self._in_flight is not None or self._is_closed:
             return  # activation checkpointing runs a part of forward again
         self.expects_backward = True
-        self.optimizers.spot_check()
-        if self._frozen and any(p.requires_grad for p in self._frozen):
+        self.optimizers.check(self.optimizers.ends)
+        is_unfrozen = self._frozen and any(p.requires_grad for p in self._frozen)
+        if is_unfrozen or self._layout.is_outdated():
             verify_parameters(self.named, self.comm)
             self.track_trainable_parameters()
         if self.must_record:
@@ -254,7 +255,7 @@ class Reducer:
             self._previous.copy_reduced(self.parameters)
         self.has_local_grads = True
         # A change of weight rescales `.grad`, but the reduced part must keep its scale.
-        self._previous.subtract()
+        self._previous.add(alpha=-1)
         self.weights.accumulate(self.parameters)
         self._previous.add()
         self._record_local_state()
@@ -264,7 +265,7 @@ class Reducer:
     def _begin_reduced(self) -> None:
         self.reduced_passes += 1
         if self.has_local_grads:
-            self._previous.subtract()
+            self._previous.add(alpha=-1)
         elif self._sets_reduced_aside:
             self._previous.set_aside(self.parameters)
         self._in_flight = self._make_pass(

@@ -241,12 +241,15 @@ class ShardedOptimizer(Optimizer, Joinable):
         if issubclass(optimizer_class, (LBFGS, Joinable)):
             kind = optimizer_class.__name__
             raise InvalidArgument(f"cannot shard {kind}: parameters must be stepped independently")
-        group = resolve_group(process_group, None)
+        given: Any = process_group
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
+            raise InvalidArgument("this rank is not in the process group")
+        group = resolve_group(given, None)
         self._collected: tuple[int, OptimizerStates | None] | None = None
         """The rank that has collected the state since the last step, and what it has collected."""
         Joinable.__init__(self)
-        given = params if isinstance(params, Tensor) else list(params) or [{"params": []}]
-        Optimizer.__init__(self, given, dict(defaults))
+        groups = params if isinstance(params, Tensor) else list(params) or [{"params": []}]
+        Optimizer.__init__(self, groups, dict(defaults))
         parameters = self._parameters()
         if not parameters:
             raise InvalidArgument("the optimizer was given an empty parameter list")
@@ -266,16 +269,18 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters and divide them among the ranks; every rank calls it."""
-        params = param_group["params"]
-        if not isinstance(params, (Tensor, set)):  # torch wraps a tensor and refuses a set
-            params = list(params)
+        params, number = param_group["params"], len(self.param_groups)
+        if not isinstance(params, set):  # which torch refuses
+            params = [params] if isinstance(params, Tensor) else list(params)
             indices: dict[int, int] = {}
             for index, each in enumerate(params):
-                parameter = each[1] if isinstance(each, tuple) else each
+                name, parameter = each if isinstance(each, tuple) else (index, each)
                 first = indices.setdefault(id(parameter), index)
                 if first != index:
                     twice = f"{first} and {index} of a group"
                     raise InvalidArgument(f"parameters {twice} are the same tensor")
+                if isinstance(parameter, Tensor):
+                    check_materialized([(f"{name} of group {number}", parameter)])
         super().add_param_group({**param_group, "params": params})
         if hasattr(self, "_own"):  # else called by the constructor
             named = self._divide(first=len(self.param_groups) - 1)
@@ -293,7 +298,6 @@ class ShardedOptimizer(Optimizer, Joinable):
             for number, group in enumerate(self.param_groups[first:], first)
             for name, p in zip(group.get("param_names") or count(), group["params"], strict=False)
         ]
-        check_materialized(named)
         parameters = [p for _, p in named]
         owners = assign_owners(parameters, self._loads)
         self._owners.update(zip(parameters, owners, strict=True))

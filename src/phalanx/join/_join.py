@@ -467,6 +467,8 @@ def _group_of(joinable: upstream.Joinable) -> dist.ProcessGroup:
 def _is_uneven_inputs_error(error: BaseException) -> bool:
     if isinstance(error, UnevenInputs):
         return True
+    if error.__cause__ is not None:  # users may wrap it
+        return _is_uneven_inputs_error(error.__cause__)
     # For its own joinables torch raises a plain RuntimeError, identified by where it was raised.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

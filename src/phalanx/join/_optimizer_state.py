@@ -1,9 +1,9 @@
 """Transfer of optimizer state between ranks.
 
 Used after uneven steps, where all ranks take over one rank's state, and by `ShardedOptimizer`,
-where each rank has the state of its shard. Ranks exchange a JSON description of their states, so a
-state that cannot be sent raises on every rank. Then the tensors of each owner follow as bytes, in
-few calls. Nothing is pickled.
+where each rank has the state of its shard. A JSON description of the states comes first, so a state
+that cannot be sent raises on every rank. Then the tensors of each owner follow as bytes, in few
+calls. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from ..groups._call_site import warn_user
 from ..groups._reductions import as_bytes
 from ..groups._text_exchange import exchange_texts
 from ._gather import start_transfer
+from ._local_tensor import from_local, is_dtensor, to_local
 
 OptimizerStates = dict[int, dict[str, Any]]
 """The state of each parameter, by its index among all parameters of the optimizer.
 
 While it is sent, the settings of the n-th param group have the index -1 - n."""
 
+SHARDED = "names of local tensors"  # the key under which a sent state has them
 CHUNK_BYTES = 64 << 20  # sent in one call, unless a single tensor is larger
 
 
@@ -42,7 +44,8 @@ def gather_states(
 ) -> OptimizerStates | None:
     """Collect copies of all ranks' states on one rank, which alone gets them, or on all."""
     collected: OptimizerStates = {}
-    for owner, described in _exchange_descriptions(own, group).items():
+    texts = exchange_texts(_describe(own), group)
+    for owner, described in {rank: _read(text, rank) for rank, text in texts.items()}.items():
         collected |= _transfer(described, own, owner, group, device, to)
     if to not in (None, group.rank()):
         return None
@@ -61,22 +64,38 @@ def broadcast_optimizer_state(
     parameters = _parameters(optimizer)
     own: OptimizerStates = {}
     if group.rank() == root:
-        own = {i: optimizer.state[p] for i, p in enumerate(parameters) if p in optimizer.state}
+        for i, p in enumerate(parameters):
+            if p in optimizer.state:
+                own[i] = _with_local_tensors(optimizer.state[p], p)
         for number, each in enumerate(optimizer.param_groups):
             sent = {
                 k: v for k, v in each.items() if k != "params" and (_is_tensor(v) or _is_plain(v))
             }
             own[-1 - number] = sent
-    described = _exchange_descriptions(own, group)[root]
+    described = _read(_broadcast_text(_describe(own), root, group, device), root)
     for index, state in _transfer(described, own, root, group, device, None).items():
         if index < 0:
             optimizer.param_groups[-1 - index].update(state)
             continue
-        parameter = parameters[index]
+        parameter, sharded = parameters[index], state.pop(SHARDED)
         for name, value in state.items():
             same_type = isinstance(value, Tensor) and value.device.type == parameter.device.type
             # The number of a device may differ between ranks.
-            optimizer.state[parameter][name] = value.to(parameter.device) if same_type else value
+            received = value.to(parameter.device) if same_type else value
+            whole = from_local(received, parameter) if name in sharded else received
+            optimizer.state[parameter][name] = whole
+
+
+def _with_local_tensors(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Replace the DTensors of a state by local tensors, if they are sharded as the parameter is."""
+    sharded = [
+        name
+        for name, value in state.items()
+        if is_dtensor(value)
+        and is_dtensor(parameter)
+        and (value.shape, value.placements) == (parameter.shape, parameter.placements)
+    ]
+    return {**state, **{name: to_local(state[name]) for name in sharded}, SHARDED: sharded}
 
 
 class TensorSpec(NamedTuple):
@@ -95,21 +114,29 @@ class TensorSpec(NamedTuple):
         return tensor.to(self.device_type)
 
 
-def _exchange_descriptions(own: OptimizerStates, group: dist.ProcessGroup) -> dict[int, list[Any]]:
-    """Return what `_describe` says about each rank's states, or raise on every rank."""
-    texts = exchange_texts(json.dumps(_describe(own)), group)
-    descriptions = {rank: json.loads(text) for rank, text in texts.items()}
-    for rank, description in descriptions.items():
-        if "unsupported" in description:
-            raise InvalidState(
-                f"optimizer state of rank {rank} cannot be sent: {description['unsupported']}. "
-                "State values must be tensors, or numbers, strings and None, also in lists, tuples "
-                "and dicts"
-            )
-    return {rank: description["states"] for rank, description in descriptions.items()}
+def _broadcast_text(text: str, root: int, group: dist.ProcessGroup, device: torch.device) -> str:
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    length = torch.tensor([len(data)], device=device)
+    start_transfer(length, root, group, None).wait()
+    if group.rank() != root:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    start_transfer(data, root, group, None).wait()
+    return bytes(data.tolist()).decode()
 
 
-def _describe(states: OptimizerStates) -> dict[str, Any]:
+def _read(text: str, rank: int) -> list[Any]:
+    """Return the description of a rank's states, or raise, as every rank does that reads it."""
+    description = json.loads(text)
+    if isinstance(description, str):
+        raise InvalidState(
+            f"optimizer state of rank {rank} cannot be sent: {description}. State values must be "
+            "tensors, or numbers, strings and None, also in lists, tuples and dicts"
+        )
+    return list(description)
+
+
+def _describe(states: OptimizerStates) -> str:
+    """Describe states in JSON; a single string says what cannot be sent."""
     described = []
     for index, state in states.items():
         fields: list[tuple[str, str, Any]] = []
@@ -121,13 +148,13 @@ def _describe(states: OptimizerStates) -> dict[str, Any]:
                 fields.append((name, "tuple" if isinstance(value, tuple) else "value", value))
             else:
                 kind = type(value).__name__
-                return {"unsupported": f"{name!r} of parameter {index} is a {kind}"}
+                return json.dumps(f"{name!r} of parameter {index} is a {kind}")
         described.append((index, fields))
-    return {"states": described}
+    return json.dumps(described)
 
 
 def _is_tensor(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.layout is torch.strided
+    return isinstance(value, Tensor) and value.layout is torch.strided and not is_dtensor(value)
 
 
 def _is_plain(value: object) -> bool:

@@ -147,3 +147,23 @@ def test_settings_that_make_no_sense_are_refused(group):
     saved = wrapped(parameters, group, 2).state_dict()
     with pytest.raises(ValueError, match="has 1 fragments, expected 2"):
         wrapped(parameters, group, 2, fragments=2).load_state_dict(saved)
+
+
+@on_threads
+def test_fragments_from_generators(group):
+    parameters = model()
+    parts = (iter(parameters[i::2]) for i in range(2))
+    optimizer = DiLoCo(
+        torch.optim.SGD(parameters, lr=RATE), sync_every=2, process_group=group, fragments=parts
+    )
+    assert [len(fragment.parameters) for fragment in optimizer.fragments] == [2, 2]
+
+
+@on_threads
+@pytest.mark.parametrize("name", ["param_groups", "state", "defaults"])
+def test_what_belongs_to_the_wrapped_optimizer_cannot_be_replaced(group, name):
+    plain = torch.optim.SGD(model(), lr=RATE)
+    optimizer = DiLoCo(plain, sync_every=2, process_group=group)
+    with pytest.raises(AttributeError, match=name):
+        setattr(optimizer, name, [])
+    assert getattr(optimizer, name) is getattr(plain, name)

@@ -55,6 +55,21 @@ def test_gradients_keep_the_layout_of_their_parameter():
     assert torch.equal(shown, flat.double().as_strided(last.shape, last.stride()))
 
 
+def test_arguments_have_names():
+    flat = torch.zeros(4)
+    bucket = GradBucket(
+        index=1,
+        buffer=flat,
+        gradients=[flat],
+        parameters=[],
+        is_last=True,
+        group=None,
+        names=["w"],
+    )
+    assert (bucket.index(), bucket.is_last(), bucket.names) == (1, True, ["w"])
+    assert bucket.buffer() is flat
+
+
 def test_a_sparse_gradient_is_the_buffer():
     first, second = (torch.eye(3).mul(n).to_sparse() for n in (1, 2))
     bucket = GradBucket(0, first, [first], [], True)

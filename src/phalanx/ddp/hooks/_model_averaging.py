@@ -183,10 +183,20 @@ class WrappingOptimizer(Optimizer, ABC):
             raise InvalidType(f"optim must be an Optimizer, got {type(optim).__name__}")
         self.optim = optim
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("param_groups", "state", "defaults"):
-            return getattr(self.optim, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameters of the wrapped optimizer."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the wrapped optimizer."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The default options of the wrapped optimizer."""
+        return self.optim.defaults
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
@@ -369,7 +379,7 @@ class DiLoCo(WrappingOptimizer):
         sync_every: int,
         process_group: base.OptionalGroup = None,
         outer: OuterFactory | None = None,
-        fragments: int | Sequence[Sequence[Tensor]] = 1,
+        fragments: int | Iterable[Iterable[Tensor]] = 1,
         delay: int = 0,
         alpha: float = 0.0,
     ) -> None:
@@ -395,15 +405,16 @@ class DiLoCo(WrappingOptimizer):
             count = base.check_count("fragments", fragments, least=1)
             # Each has layers from all over the model, which the paper found better than a range.
             fragments = [parameters[i::count] for i in range(count)]
-        if not fragments or not all(fragments) or len(fragments) > sync_every:
+        parts = [list(fragment) for fragment in fragments]
+        if not parts or not all(parts) or len(parts) > sync_every:
             raise InvalidArgument(
                 f"fragments must be 1 to {min(sync_every, len(parameters))}, each with a parameter "
-                f"and its own step of sync_every, got {len(fragments)}"
+                f"and its own step of sync_every, got {len(parts)}"
             )
-        given = sorted(id(parameter) for part in fragments for parameter in part)
+        given = sorted(id(parameter) for part in parts for parameter in part)
         if given != sorted(map(id, parameters)):
             raise InvalidArgument("fragments must contain each trainable parameter exactly once")
-        self.fragments = [Fragment(part, outer or _nesterov) for part in fragments]
+        self.fragments = [Fragment(part, outer or _nesterov) for part in parts]
 
     def after_step(self) -> None:
         """Start and finish averages of the fragments whose turn it is."""

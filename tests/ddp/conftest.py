@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 @pytest.fixture(scope="session", autouse=True)
 def optimizers():
-    """Import what optimizers import, before the garbage collector is told to leave it alone."""
+    """Import torch._dynamo, as optimizers do, before the garbage collector is frozen."""
     importlib.import_module("torch._dynamo")
 
 

@@ -1,4 +1,4 @@
-"""The private names that tests of this package use; everything else is public."""
+"""Private names used by the tests of this package."""
 
 from phalanx.ddp import _DDPJoinHook, _MixedPrecision
 from phalanx.ddp._buckets import ParameterSpec, plan_buckets

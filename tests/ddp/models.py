@@ -1,4 +1,4 @@
-"""Modules that several tests train."""
+"""Modules shared by several tests."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ __all__ = ["Images", "Waves", "Words", "encoder"]
 
 
 class Images(nn.Sequential):
-    """Convolutions with statistics, over rows of 36 numbers."""
+    """A convolutional network with batch norm, on rows of 36 values."""
 
     def __init__(self):
         super().__init__(
@@ -17,7 +17,7 @@ class Images(nn.Sequential):
 
 
 class Words(nn.Module):
-    """An embedding, over rows of which every number is a word."""
+    """An embedding and a linear head; every value of a row is a token."""
 
     def __init__(self, *, sparse=False):
         super().__init__()
@@ -28,7 +28,7 @@ class Words(nn.Module):
 
 
 class Waves(nn.Module):
-    """Parameters of complex numbers."""
+    """A module with a complex parameter."""
 
     def __init__(self):
         super().__init__()
@@ -40,6 +40,6 @@ class Waves(nn.Module):
 
 
 def encoder():
-    """Make a layer of a transformer, over rows of 24 numbers."""
+    """Return a transformer encoder layer for rows of 24 values."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return nn.Sequential(nn.Unflatten(1, (3, 8)), layer)

@@ -1,4 +1,4 @@
-"""The oracle of a sharded optimizer: the plain one, on a copy, with the same gradients."""
+"""The oracle for a sharded optimizer: the plain optimizer on a copy with the same gradients."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ KINDS = {
 
 
 def wide():
-    """Make a network of layers of different sizes."""
+    """Return a network whose layers have different sizes."""
     return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
@@ -38,7 +38,7 @@ class Pair:
         self.steps = 0
 
     def backward(self):
-        """Give both the same gradients: of ranks' shares with DDP, or of the whole batch."""
+        """Give both the same gradients: with DDP from its rows, else from the whole batch."""
         rows = batch(self.steps, self.group.size())
         rows = share(rows, self.group) if self.model is not self.module else rows
         self.model(rows).square().mean().backward()
@@ -59,5 +59,5 @@ class Pair:
             self.module.named_parameters(), self.whole.parameters(), strict=True
         ):
             assert torch.equal(mine, theirs), f"{name} differs"
-        # Whoever is quick would write the next weights while others still compare.
+        # Without a barrier a fast rank would write the next weights while others still compare.
         self.group.barrier().wait()

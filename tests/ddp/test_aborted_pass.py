@@ -1,4 +1,4 @@
-"""Passes that do not come to their end, and what comes after them."""
+"""Backward passes that raise, and the passes that follow."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ class Broken(torch.autograd.Function):
 
 @everywhere
 @both_caps
-def test_backward_raises_in_the_middle_and_training_goes_on(group, cap):
+def test_training_continues_after_backward_raises(group, cap):
     class Breaking(nn.Sequential):
         def forward(self, rows, breaks=False):
             hidden = self[0](rows)
@@ -57,7 +57,7 @@ def test_backward_raises_in_the_middle_and_training_goes_on(group, cap):
 
 
 @everywhere
-def test_backward_raises_and_is_called_again_without_a_forward(group):
+def test_backward_can_be_retried_after_it_raises(group):
     fails = [True]
 
     def fail_once(gradient):
@@ -81,11 +81,11 @@ def test_backward_raises_and_is_called_again_without_a_forward(group):
     assert_same_gradients(ddp.module, whole)
 
 
-# -- what a pass leaves behind -------------------------------------------------------------
+# -- state left by a failed pass -----------------------------------------------------------
 
 
 def fail_at(parameter, rows, ddp):
-    """Have backward raise when it comes to a parameter, and return the pass that it was."""
+    """Make backward raise at a parameter; return the failed pass."""
     passes = []
 
     def hook(_):
@@ -101,7 +101,7 @@ def fail_at(parameter, rows, ddp):
 
 
 def warmed_up(group, **options):
-    """Wrap a network and train it until buckets are launched early."""
+    """Wrap a network and train it until buckets launch before backward ends."""
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY, **options)
     for step in range(3):
         both(ddp, whole, group, step)
@@ -110,7 +110,7 @@ def warmed_up(group, **options):
 
 
 @over_cases("local-2", "shm-4", reuse=False)
-def test_what_a_failed_pass_has_launched_is_waited_for_before_the_next(group):
+def test_next_forward_waits_for_collectives_of_a_failed_pass(group):
     ddp, whole = warmed_up(group)
     rows = share(batch(3, group.size()), group)
     store, last = group.get_group_store(), group.size() - 1
@@ -134,7 +134,7 @@ def test_what_a_failed_pass_has_launched_is_waited_for_before_the_next(group):
 
 @everywhere
 @both_ways
-def test_old_gradients_are_gone_when_their_buckets_have_been_reduced(group, keeps):
+def test_failed_pass_clears_previous_grads_of_launched_buckets(group, keeps):
     ddp, whole = warmed_up(group, gradient_as_bucket_view=keeps)
     both(ddp, whole, group, 3)
     rows = share(batch(4, group.size()), group)
@@ -151,7 +151,7 @@ def test_old_gradients_are_gone_when_their_buckets_have_been_reduced(group, keep
 
 @everywhere
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-def test_ranks_agree_although_nobody_has_cleared_what_a_failed_pass_left(group, reduce):
+def test_ranks_agree_after_a_failed_pass_without_zero_grad(group, reduce):
     ddp, _ = wrapped(mlp, group, bucket_cap_mb=TINY, reduce=reduce)
     for step in range(6):
         rows = share(batch(step, group.size()), group)
@@ -162,7 +162,7 @@ def test_ranks_agree_although_nobody_has_cleared_what_a_failed_pass_left(group, 
 
 
 @several
-def test_training_goes_on_after_ranks_were_told_that_they_differ(group):
+def test_training_continues_after_a_sync_check_mismatch(group):
     ddp, whole = warmed_up(group, check_sync_every=1)
     ddp.weight = 4
     for step in range(3, 6):
@@ -180,7 +180,7 @@ def test_training_goes_on_after_ranks_were_told_that_they_differ(group):
 
 
 @everywhere
-def test_accumulation_begins_anew_after_a_pass_that_raised(group):
+def test_failed_pass_resets_gradient_accumulation(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(4):
         rows = share(batch(step, group.size()), group)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of both kinds, and what comes late because of it."""
+"""Activation checkpointing, reentrant and not, and the late gradients it causes."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ both_kinds = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant
 
 
 class Layers(nn.Module):
-    """Layers of which a call says how often each is run, checkpointed."""
+    """Checkpointed layers; the caller says how often each one runs."""
 
     def __init__(self, reentrant=True):
         super().__init__()
@@ -51,7 +51,7 @@ TIMES = {
 @everywhere
 @both_kinds
 @pytest.mark.parametrize("times", TIMES)
-def test_layers_are_checkpointed(group, reentrant, times):
+def test_checkpointed_layers(group, reentrant, times):
     def loss(module, rows, step, rank):
         return module(rows, *TIMES[times](step, rank)).square().mean()
 
@@ -76,7 +76,7 @@ class Whole(nn.Module):
 @everywhere
 @both_kinds
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "differing"])
-def test_everything_is_checkpointed(group, reentrant, alike):
+def test_module_with_only_checkpointed_layers(group, reentrant, alike):
     def loss(module, rows, step, rank):
         which = (0, 1, 2) if alike or rank else (0, 2, 0, 1, 0)[: 1 + step]
         return module(rows, *which).square().mean()
@@ -86,7 +86,7 @@ def test_everything_is_checkpointed(group, reentrant, alike):
 
 @everywhere
 @both_kinds
-def test_a_wrapped_module_is_checkpointed_itself(group, reentrant):
+def test_checkpoint_around_the_ddp_module(group, reentrant):
     def loss(module, rows, step, rank):
         rows = rows.clone().requires_grad_()
         hidden = checkpoint(module, rows, use_reentrant=reentrant).tanh()
@@ -96,7 +96,7 @@ def test_a_wrapped_module_is_checkpointed_itself(group, reentrant):
 
 
 @everywhere
-def test_recomputing_does_not_rearrange_what_is_under_way(group):
+def test_recomputed_forward_does_not_rebuild_buckets_during_backward(group):
     ddp, whole = wrapped(
         lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)),
         group,
@@ -117,13 +117,13 @@ def test_recomputing_does_not_rearrange_what_is_under_way(group):
 
 
 def late(ddp):
-    """Name the parameters that came late in the last pass, on any rank."""
+    """Return the layers whose gradients were late on any rank in the last pass."""
     return {ddp.reducer.names[i].rpartition(".")[0] for i in ddp.reducer._layout.header.late()}
 
 
 @everywhere
 @pytest.mark.parametrize("reduce", ["mean", "sum", "weight"])
-def test_a_layer_is_run_once_more_than_last_time(group, reduce):
+def test_layer_used_more_often_than_in_the_previous_step(group, reduce):
     options = {} if reduce == "weight" else {"reduce": reduce}
     ddp, whole = wrapped(Layers, group, bucket_cap_mb=TINY, **options)
     weights = [1.0] * group.size()
@@ -148,7 +148,7 @@ def test_a_layer_is_run_once_more_than_last_time(group, reduce):
 
 
 class Laid(nn.Module):
-    """Layers whose gradients come late, and lie in memory otherwise than their parameters."""
+    """Layers whose gradients are late and have other strides than their parameters."""
 
     def __init__(self, sparse=False):
         super().__init__()
@@ -175,7 +175,7 @@ class Laid(nn.Module):
 
 @everywhere
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_late_gradients_lie_otherwise_in_memory(group, sparse):
+def test_late_gradients_with_other_strides_than_the_parameter(group, sparse):
     ddp, whole = wrapped(lambda: Laid(sparse), group, bucket_cap_mb=TINY)
     lates = []
     for step in range(7):
@@ -189,7 +189,7 @@ def test_late_gradients_lie_otherwise_in_memory(group, sparse):
 
 
 class Optional(nn.Module):
-    """Two layers in one bucket, of which one is reached after the other has come."""
+    """Two layers in one bucket, the second of which may be unused."""
 
     def __init__(self):
         super().__init__()
@@ -201,7 +201,7 @@ class Optional(nn.Module):
 
 
 @everywhere
-def test_a_layer_is_used_for_the_first_time_after_its_bucket_is_gone(group):
+def test_layer_first_used_after_its_bucket_was_launched(group):
     seen = []
 
     def loss(module, rows, step, rank):

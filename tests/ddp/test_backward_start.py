@@ -1,4 +1,4 @@
-"""A backward pass may begin anywhere: at outputs nobody can find, or at a parameter itself."""
+"""Backward may start anywhere: at outputs DDP cannot find, or at a parameter itself."""
 
 from contextlib import nullcontext
 
@@ -24,14 +24,14 @@ from .whole import (
 
 
 class Plain:
-    """An object with a dictionary."""
+    """An object with a __dict__."""
 
     def __init__(self, y):
         self.y = y
 
 
 class Slotted:
-    """An object without one, whose base has slots, too."""
+    """An object with __slots__ only."""
 
     __slots__ = ("_y", "unset")
 
@@ -44,7 +44,7 @@ class Inherited(Slotted):
 
 
 class Vocabulary:
-    """An object with so much in it that its output is not looked for to the end."""
+    """An object so large that the search for tensors gives up."""
 
     def __init__(self, y):
         self.y = Plain(y)
@@ -67,7 +67,7 @@ on_two = over_groups(backends=("local", "shm"), sizes=(2,), timeout=20, reuse=Tr
 
 
 class Net(nn.Module):
-    """Layers, some of them checkpointed, and an output in a wrapping."""
+    """Layers, some of them checkpointed, with the output wrapped in an object."""
 
     def __init__(self, kind="plain"):
         super().__init__()
@@ -88,12 +88,12 @@ def loss_of(module, kind, *inputs):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("vocabulary", "hidden")])
-def test_tensors_are_found_in_objects(kind):
+def test_find_tensors_looks_into_objects(kind):
     y = torch.ones(2, requires_grad=True) * 2
     assert any(found is y for found in phalanx.ddp._find_tensors(KINDS[kind][0](y)))
 
 
-def test_a_search_ends_in_circles_and_large_objects():
+def test_find_tensors_stops_at_cycles_and_large_objects():
     circle = Plain(None)
     circle.y = [circle, {"self": circle}]
     assert phalanx.ddp._find_tensors(circle) == []
@@ -103,8 +103,8 @@ def test_a_search_ends_in_circles_and_large_objects():
 
 @on_two
 @of_every_kind
-def test_one_backward_is_one_pass(group, kind):
-    """With weights, accumulation, and reentrant checkpoints, which run autograd within autograd."""
+def test_each_backward_counts_as_one_pass(group, kind):
+    """With weights, accumulation and reentrant checkpoints, which run autograd inside autograd."""
     ddp, whole = wrapped(lambda: Net(kind), group, bucket_cap_mb=TINY)
     for step in range(3):
         weights = [[1.0 + rank + turn for turn in range(2)] for rank in range(2)]
@@ -125,7 +125,7 @@ def test_one_backward_is_one_pass(group, kind):
 @on_two
 @pytest.mark.parametrize("kind", ["plain", "hidden"])
 @pytest.mark.parametrize("static", [True, False], ids=["static", "changing"])
-def test_optimizers_in_backward_step_once(group, kind, static):
+def test_optimizer_in_backward_steps_once_per_pass(group, kind, static):
     ddp, whole = wrapped(lambda: Net(kind), group, bucket_cap_mb=TINY, static_graph=static)
     ddp._register_fused_optim(torch.optim.Adam, lr=0.05)
     adam = torch.optim.Adam(whole.parameters(), lr=0.05)
@@ -144,7 +144,7 @@ def test_optimizers_in_backward_step_once(group, kind, static):
 
 @several
 @pytest.mark.parametrize("kind", ["plain", "hidden"])
-def test_one_rank_checkpoints_and_others_do_not(group, kind):
+def test_checkpointing_on_one_rank_only(group, kind):
     ddp, whole = wrapped(lambda: Net(kind), group, bucket_cap_mb=TINY)
     for step in range(3):
         rows = batch(step, group.size())
@@ -161,7 +161,7 @@ def fail(gradient):
 
 
 class Failing(nn.Module):
-    """A checkpointed layer between two others, and a backward pass that may raise somewhere."""
+    """A checkpointed layer between two others; backward raises where `fails` says."""
 
     def __init__(self):
         super().__init__()
@@ -186,8 +186,8 @@ class Failing(nn.Module):
 
 @on_two
 @pytest.mark.parametrize("fails", ["inside", "inside, late", "between"])
-def test_a_pass_that_raises_in_or_after_a_checkpoint_is_forgotten(group, fails):
-    """Also by a graph that was made before it raised."""
+def test_pass_that_raised_in_or_after_a_checkpoint_is_discarded(group, fails):
+    """Also when the next backward uses a graph from before the failure."""
     ddp, whole = wrapped(Failing, group)
     for step in range(4):
         rows = batch(step, 2)
@@ -209,7 +209,7 @@ def test_a_pass_that_raises_in_or_after_a_checkpoint_is_forgotten(group, fails):
 
 @on_two
 @pytest.mark.parametrize("where", ["both", "one rank"])
-def test_the_wrapper_itself_is_checkpointed_twice_in_a_loss(group, where):
+def test_ddp_module_checkpointed_twice_in_one_loss(group, where):
     ddp, whole = wrapped(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1)), group)
     ddp._register_fused_optim(torch.optim.SGD, lr=0.5)
     rows = batch(0, 2)
@@ -228,7 +228,7 @@ def test_the_wrapper_itself_is_checkpointed_twice_in_a_loss(group, where):
 
 
 class Reversible(torch.autograd.Function):
-    """Runs autograd in backward, as layers do that save no activations."""
+    """Runs autograd in backward, as reversible layers do."""
 
     @staticmethod
     def forward(ctx, rows, layer):
@@ -254,7 +254,7 @@ RUNS = {
 
 @on_two
 @pytest.mark.parametrize("run", RUNS)
-def test_a_function_runs_autograd_itself(group, run):
+def test_custom_function_that_runs_autograd_in_backward(group, run):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -276,8 +276,8 @@ def test_a_function_runs_autograd_itself(group, run):
 
 @on_two
 @pytest.mark.parametrize("kind", ["plain", "hidden"])
-def test_a_parameter_changes_its_type_and_back(group, kind):
-    """Autograd then has other nodes for it."""
+def test_parameter_cast_to_another_dtype_and_back(group, kind):
+    """A cast gives the parameter a new AccumulateGrad node."""
     ddp, whole = wrapped(lambda: Net(kind), group)
     for step in range(3):
         rows = batch(step, 2)
@@ -292,7 +292,7 @@ def test_a_parameter_changes_its_type_and_back(group, kind):
 
 
 @on_two
-def test_a_parameter_is_frozen_before_the_first_forward(group):
+def test_parameter_frozen_before_the_first_forward(group):
     ddp, whole = wrapped(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1)), group)
     for module in (ddp.module, whole):
         module[0].weight.requires_grad_(False)
@@ -302,7 +302,7 @@ def test_a_parameter_is_frozen_before_the_first_forward(group):
 
 
 class Branches(nn.Module):
-    """Two branches, of which a call takes one."""
+    """Two branches; a call uses one of them."""
 
     def __init__(self):
         super().__init__()
@@ -314,8 +314,8 @@ class Branches(nn.Module):
 
 @on_two
 @pytest.mark.parametrize("sums", [False, True], ids=["weight", "sum"])
-def test_a_penalty_reaches_parameters_that_forward_did_not_use(group, sums):
-    """Autograd comes to the penalty's parameters before it comes to any output."""
+def test_penalty_term_reaches_parameters_unused_in_forward(group, sums):
+    """Autograd reaches the penalty's parameters before any output."""
     ddp, whole = wrapped(Branches, group, reduce="sum" if sums else "mean")
     weights = [[1.0, 3.0], [2.0, 2.0]]
     total = 1.0 if sums else 8.0
@@ -337,8 +337,8 @@ def test_a_penalty_reaches_parameters_that_forward_did_not_use(group, sums):
 
 
 @on_two
-def test_gradients_that_go_elsewhere_begin_no_pass(group):
-    """`autograd.grad` runs hooks on parameters, but leaves ``.grad`` alone."""
+def test_autograd_grad_does_not_start_a_pass(group):
+    """`autograd.grad` runs parameter hooks but does not touch ``.grad``."""
     ddp, _ = wrapped(lambda: Net("hidden"), group)
     loss = KINDS["hidden"][1](ddp(share(batch(0, 2), group), False)).square().mean()
     found = torch.autograd.grad(loss, list(ddp.module.parameters()))
@@ -350,7 +350,7 @@ def test_gradients_that_go_elsewhere_begin_no_pass(group):
 @over_groups(backends=("local", "shm"), sizes=(2,), timeout=20)
 @pytest.mark.parametrize("by_all", [True, False], ids=["by all", "by those with data"])
 @pytest.mark.parametrize("kind", ["plain", "hidden"])
-def test_uneven_data_and_gradients_that_nobody_zeroes(group, by_all, kind):
+def test_uneven_inputs_without_zero_grad(group, by_all, kind):
     class One(nn.Module):
         def __init__(self):
             super().__init__()
@@ -370,8 +370,8 @@ def test_uneven_data_and_gradients_that_nobody_zeroes(group, by_all, kind):
 
 
 @over_groups(backends=("local", "shm"), sizes=(2,), timeout=20)
-def test_uneven_data_and_local_passes_on_reduced_gradients(group):
-    """A rank that leaves takes no share of reduced gradients with it."""
+def test_uneven_inputs_with_no_sync_on_reduced_gradients(group):
+    """Gradients reduced before a rank leaves keep their value."""
     ddp, _ = wrapped(lambda: nn.Linear(5, 1), group)
     seen = []
     for step in phalanx.uneven(range([2, 4][group.rank()]), ddp):
@@ -383,8 +383,8 @@ def test_uneven_data_and_local_passes_on_reduced_gradients(group):
 
 @on_two
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-def test_the_module_itself_is_used_before_the_wrapper(group, reduce):
-    """A backward pass that has nothing to do with the wrapper leaves this rank's gradients."""
+def test_backward_through_the_bare_module_stays_local(group, reduce):
+    """A backward pass that does not go through the DDP module is not reduced."""
     ddp, _ = wrapped(lambda: nn.Linear(5, 1), group, reduce=reduce)
     (ddp.module(torch.ones(2, 5)).mean() * (1 + group.rank())).backward()
     assert ddp.module.bias.grad.item() == 1 + group.rank()
@@ -392,8 +392,8 @@ def test_the_module_itself_is_used_before_the_wrapper(group, reduce):
 
 @over_groups(backends=("local", "shm"), sizes=(2,), timeout=20)
 @pytest.mark.parametrize("reduce", ["mean", "sum", "weight"])
-def test_uneven_data_by_shadowing_and_gradients_that_nobody_zeroes(group, reduce):
-    """With a communication hook a rank without data does not leave, but makes the others' calls."""
+def test_shadow_strategy_without_zero_grad(group, reduce):
+    """With a communication hook a rank without data shadows the others' collectives."""
     ddp, _ = wrapped(lambda: nn.Linear(5, 1), group, reduce="sum" if reduce == "sum" else "mean")
     ddp.register_comm_hook(None, phalanx.ddp.hooks.allreduce_hook)
     if reduce == "weight":
@@ -409,7 +409,7 @@ def test_uneven_data_by_shadowing_and_gradients_that_nobody_zeroes(group, reduce
 
 
 @over_groups(backends=("local", "shm"), sizes=(4,), timeout=20)
-def test_sums_on_reduced_gradients_after_a_rank_has_left(group):
+def test_sum_reduction_without_zero_grad_after_a_rank_left(group):
     ddp, _ = wrapped(lambda: nn.Linear(5, 1), group, reduce="sum")
     for step in range(3):
         if step == 1 and group.rank() == 3:

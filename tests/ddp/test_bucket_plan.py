@@ -1,4 +1,4 @@
-"""Laws of the arithmetic that divides parameters into buckets."""
+"""Properties of the bucket plan."""
 
 import torch
 from hypothesis import given
@@ -34,13 +34,13 @@ def plans(draw):
 
 
 @given(plans())
-def test_every_parameter_is_in_one_bucket(case):
+def test_every_parameter_is_in_exactly_one_bucket(case):
     shapes, _, _, buckets = case
     assert sorted(i for bucket in buckets for i in bucket.members) == list(range(len(shapes)))
 
 
 @given(plans())
-def test_a_bucket_has_one_type_and_sparse_gradients_travel_alone(case):
+def test_bucket_has_one_dtype_and_sparse_gradients_have_their_own(case):
     shapes, _, _, buckets = case
     for bucket in buckets:
         kinds = {(shapes[i].dtype, shapes[i].is_sparse) for i in bucket.members}
@@ -49,7 +49,7 @@ def test_a_bucket_has_one_type_and_sparse_gradients_travel_alone(case):
 
 
 @given(plans())
-def test_a_bucket_is_full_with_its_last_parameter_and_not_before(case):
+def test_bucket_reaches_its_cap_only_with_its_last_parameter(case):
     shapes, _, caps, buckets = case
     for bucket in buckets:
         if not (bucket.is_sparse or bucket.is_delayed) and bucket.members:
@@ -58,7 +58,7 @@ def test_a_bucket_is_full_with_its_last_parameter_and_not_before(case):
 
 
 @given(plans())
-def test_parameters_of_a_bucket_are_in_order_and_so_are_buckets_but_the_last(case):
+def test_parameters_and_buckets_follow_the_given_order(case):
     _, order, _, buckets = case
     turns = [[order.index(i) for i in bucket.members] for bucket in buckets]
     assert all(turn == sorted(turn) for turn in turns)
@@ -67,7 +67,7 @@ def test_parameters_of_a_bucket_are_in_order_and_so_are_buckets_but_the_last(cas
 
 
 @given(shapes_, st.data())
-def test_delayed_gradients_travel_together_and_not_before_the_one_that_they_wait_for(shapes, data):
+def test_delayed_gradients_share_buckets_after_their_trigger(shapes, data):
     order = data.draw(st.permutations(range(len(shapes))))
     after = data.draw(st.none() | st.sampled_from(order))
     buckets = plan_buckets(shapes, order, (1,), after=after)
@@ -83,7 +83,7 @@ def test_delayed_gradients_travel_together_and_not_before_the_one_that_they_wait
 
 
 @given(plans())
-def test_the_last_bucket_can_carry_a_header(case):
+def test_last_bucket_can_carry_the_header(case):
     shapes, _, _, buckets = case
     assert not buckets[-1].is_sparse
     assert buckets[-1].dtype in (torch.float32, torch.float64)
@@ -91,7 +91,7 @@ def test_the_last_bucket_can_carry_a_header(case):
         assert all(bucket.members for bucket in buckets)
 
 
-def test_caps_hold_one_by_one_and_the_last_for_the_rest():
+def test_last_cap_applies_to_all_remaining_buckets():
     shapes = [ParameterSpec(1, torch.float32, CPU)] * 10
     order = list(range(10))
 

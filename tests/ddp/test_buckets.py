@@ -1,4 +1,4 @@
-"""How parameters are divided into buckets, and when that changes."""
+"""Assignment of parameters to buckets, and when buckets are rebuilt."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Reversed(nn.Module):
-    """Uses its layers in another order than it has them in, so that gradients come otherwise."""
+    """Uses its layers in another order than it registers them."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ def names(ddp):
 
 
 @everywhere
-def test_buckets_follow_registration_backwards_then_arrival_on_rank_0(group):
+def test_bucket_order_is_reverse_registration_then_arrival_on_rank_0(group):
     before = []
 
     def loss(module, rows, step, rank):
@@ -50,7 +50,7 @@ def test_buckets_follow_registration_backwards_then_arrival_on_rank_0(group):
 
 
 @everywhere
-def test_the_order_is_one_for_all_ranks_even_if_gradients_come_in_another(group):
+def test_bucket_order_is_the_same_on_all_ranks_despite_arrival_order(group):
     def loss(module, rows, step, rank):
         layers = module.module if isinstance(module, DDP) else module
         first, second = layers if rank == 0 else reversed(layers)
@@ -65,7 +65,7 @@ def test_the_order_is_one_for_all_ranks_even_if_gradients_come_in_another(group)
 
 
 @everywhere
-def test_the_first_bucket_is_small_and_the_rest_are_as_big_as_they_are_said_to_be(group):
+def test_bucket_sizes_follow_the_caps(group):
     def buckets_of(**options):
         module = nn.Sequential(*(nn.Linear(256, 1024, bias=False) for _ in range(6)))  # 1 MiB each
         module.append(nn.Linear(1024, 256, bias=False))
@@ -82,14 +82,14 @@ def test_the_first_bucket_is_small_and_the_rest_are_as_big_as_they_are_said_to_b
 
 
 @everywhere
-def test_the_compiler_is_told_how_big_most_buckets_are(group):
+def test_bucket_bytes_cap_is_the_last_cap(group):
     for options in ({"bucket_cap_mb": 3}, {"bucket_cap_mb_list": [1, 3]}):
         ddp = DDP(mlp(), process_group=group, **options)
         assert ddp.bucket_bytes_cap == 3 * MIB
 
 
 @everywhere
-def test_results_do_not_depend_on_buckets(group):
+def test_results_do_not_depend_on_bucket_size(group):
     results = []
     for options in ({}, {"bucket_cap_mb": TINY}, {"bucket_cap_mb_list": [TINY, 1]}):
         ddp, _ = train(mlp, group, squares, **options)
@@ -108,7 +108,7 @@ def test_buckets_are_launched_before_backward_ends(group):
 
 
 class Optional(nn.Module):
-    """Uses one of its layers when it is told to."""
+    """Has an optional layer."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ class Optional(nn.Module):
 
 @over_cases("local-1", "shm-2", "gloo-2", "local-4")
 @pytest.mark.parametrize("skips", [(), (1,), (0, 1, 2, 3)], ids=["used", "somewhere", "nowhere"])
-def test_a_step_is_one_collective_per_bucket_and_nothing_else(group, skips):
+def test_step_makes_one_collective_per_bucket(group, skips):
     calls = []
 
     def loss(module, rows, step, rank):
@@ -134,12 +134,12 @@ def test_a_step_is_one_collective_per_bucket_and_nothing_else(group, skips):
     assert after - before == 4 + 1  # and with which the ranks have compared gradients here
 
 
-def test_memory_of_the_first_plan_is_given_back_at_once():
+def test_rebuild_frees_the_first_buckets_at_once():
     group = new_group("local", rank=0, world_size=1, store=HashStore())
     ddp = DDP(mlp(), process_group=group)
     rows = batch(0, 1)
     gc.collect()
-    gc.disable()  # what is in a circle would be kept until the collector comes by
+    gc.disable()  # a reference cycle would keep the bucket alive
     try:
         first = weakref.ref(ddp.reducer.buckets[0])
         ddp(rows).sum().backward()

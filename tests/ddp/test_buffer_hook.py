@@ -1,4 +1,4 @@
-"""Hooks for buffers: what is done in the place of the broadcast, and when."""
+"""Buffer communication hooks, which replace the buffer broadcast."""
 
 import copy
 import threading
@@ -20,7 +20,7 @@ both_times = pytest.mark.parametrize("location", [BEFORE, AFTER], ids=["before",
 
 
 class Counting(nn.Module):
-    """Counts its rows, and has a buffer that autograd saves."""
+    """Counts its rows and has a buffer that autograd saves."""
 
     def __init__(self):
         super().__init__()
@@ -39,13 +39,13 @@ def make(group, **options):
 
 
 def total(group, buffers):
-    """Add a counter up over the ranks, at once."""
+    """All-reduce the counter and wait."""
     group.allreduce(buffers["count"]).wait()
 
 
 @everywhere
 @both_times
-def test_a_hook_gets_the_buffers_by_name_in_the_place_of_the_broadcast(group, location):
+def test_buffer_hook_replaces_the_broadcast(group, location):
     ddp, whole = make(group), seeded(Counting)
     seen = []
 
@@ -77,7 +77,7 @@ def test_a_hook_gets_the_buffers_by_name_in_the_place_of_the_broadcast(group, lo
 
 @everywhere
 @both_times
-def test_futures_have_ended_when_backward_has(group, location):
+def test_backward_waits_for_the_hooks_futures(group, location):
     ddp = make(group)
     futures = []
 
@@ -89,7 +89,7 @@ def test_futures_have_ended_when_backward_has(group, location):
     for step in range(3):
         output = ddp(share(batch(step, group.size()), group))
         assert len(futures) == step + 1
-        # Ended while backward runs, so nobody has waited for it before.
+        # Completed during backward, so forward has not waited for it.
         output.register_hook(lambda _: futures[-1].set_result(None))
         assert not futures[-1].done()
         output.sum().backward()
@@ -101,7 +101,7 @@ def test_futures_have_ended_when_backward_has(group, location):
 
 
 @everywhere
-def test_futures_of_a_forward_without_backward_have_ended_before_the_next(group):
+def test_next_forward_waits_for_the_hooks_futures(group):
     ddp = make(group)
     events = []
 
@@ -123,7 +123,7 @@ def test_futures_of_a_forward_without_backward_have_ended_before_the_next(group)
 
 
 @everywhere
-def test_passes_that_are_not_reduced_do_not_call_the_hook(group):
+def test_no_sync_and_no_grad_passes_skip_the_hook(group):
     ddp, calls = make(group), []
     ddp._register_buffer_comm_hook(None, lambda *_: calls.append(1))
     rows = share(batch(0, group.size()), group)
@@ -139,7 +139,7 @@ def test_passes_that_are_not_reduced_do_not_call_the_hook(group):
 
 
 @everywhere
-def test_several_forwards_with_buffers_that_autograd_has_saved(group):
+def test_several_forwards_with_buffers_saved_by_autograd(group):
     ddp, whole = make(group), seeded(Counting)
 
     def hook(state, buffers):
@@ -153,7 +153,7 @@ def test_several_forwards_with_buffers_that_autograd_has_saved(group):
 
 
 @everywhere
-def test_what_is_no_hook(group):
+def test_bad_buffer_hook_is_rejected(group):
     ddp = make(group)
     for kind in (AssertionError, TypeError, phalanx.errors.MisuseError):
         with pytest.raises(kind, match="must be callable, got str"):
@@ -195,7 +195,7 @@ WRONG = {
 
 @over_cases("local-2", "shm-4", timeout=2, reuse=False)
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda hook: hook.__name__)
-def test_a_hook_that_fails_on_one_rank_is_named_on_all(group, wrong):
+def test_buffer_hook_failure_on_one_rank_is_raised_on_all(group, wrong):
     ddp = make(group)
     ddp._register_buffer_comm_hook(None, wrong if group.rank() == 1 else nothing, AFTER)
     kind = HookError if group.rank() == 1 else GroupError
@@ -205,7 +205,7 @@ def test_a_hook_that_fails_on_one_rank_is_named_on_all(group, wrong):
 
 
 @everywhere
-def test_the_highest_rank_that_will_do(group):
+def test_find_common_rank_returns_the_highest_candidate(group):
     ddp = DDP(mlp(), process_group=group)
     rank, size = group.rank(), group.size()
     assert ddp._find_common_rank(rank, True) == size - 1
@@ -215,7 +215,7 @@ def test_the_highest_rank_that_will_do(group):
 
 
 @everywhere
-def test_relatives_of_sync_buffers(group):
+def test_torchs_private_buffer_sync_methods(group):
     ddp = make(group)
     root = group.size() - 1
     ddp.module.count.fill_(group.rank())

@@ -1,4 +1,4 @@
-"""Buffers: every rank has rank 0's before forward."""
+"""Buffer synchronization: rank 0's buffers are broadcast before forward."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from .whole import (
 
 
 class Counting(nn.Module):
-    """Has buffers of several types, of which forward changes one."""
+    """Has buffers of several dtypes; forward changes one of them."""
 
     def __init__(self, rank=0):
         super().__init__()
@@ -43,7 +43,7 @@ def make(group, **options):
 
 
 @everywhere
-def test_buffers_are_sent_at_the_start_and_before_every_forward(group):
+def test_buffers_are_broadcast_at_construction_and_before_forward(group):
     ddp = make(group)
     inner, rank = ddp.module, group.rank()
     assert (inner.count, inner.mask.tolist(), inner.scale[0]) == (0, [True, True], 1)
@@ -58,7 +58,7 @@ def test_buffers_are_sent_at_the_start_and_before_every_forward(group):
 
 @everywhere
 @pytest.mark.filterwarnings("ignore:broadcast_buffers")
-def test_buffers_are_left_alone_when_asked_to(group):
+def test_buffer_broadcast_can_be_turned_off(group):
     never = make(group, broadcast_buffers=False)
     at_start = make(group, forward_sync_buffers=False)
     assert never.module.count == group.rank()
@@ -73,7 +73,7 @@ def test_buffers_are_left_alone_when_asked_to(group):
 
 
 @everywhere
-def test_a_buffer_that_was_replaced_is_found(group):
+def test_replaced_and_new_buffers_are_broadcast(group):
     ddp = make(group)
     ddp.module.scale = torch.full((3,), float(group.rank() + 7))
     ddp.module.register_buffer("new", torch.tensor([group.rank()]))
@@ -83,7 +83,7 @@ def test_a_buffer_that_was_replaced_is_found(group):
 
 
 class Moving(nn.Module):
-    """Puts another tensor in the place of its buffer in every forward, and uses it."""
+    """Replaces its buffer tensor in every forward."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ class Moving(nn.Module):
 
 
 @everywhere
-def test_a_buffer_that_forward_replaces_is_found(group):
+def test_buffer_replaced_in_forward_is_broadcast(group):
     ddp, first = DDP(seeded(Moving), process_group=group), seeded(Moving)
     for step in range(4):
         rows = batch(step, group.size())
@@ -114,7 +114,7 @@ def test_a_buffer_that_forward_replaces_is_found(group):
 
 
 @everywhere
-def test_several_forwards_with_a_buffer_that_autograd_has_saved(group):
+def test_two_forwards_with_a_buffer_saved_by_autograd(group):
     ddp = make(group)
     whole = seeded(Counting)
 
@@ -129,7 +129,7 @@ def test_several_forwards_with_a_buffer_that_autograd_has_saved(group):
 
 
 @everywhere
-def test_buffers_that_are_ignored(group):
+def test_ignored_buffers_are_not_broadcast(group):
     module = seeded(lambda: Counting(group.rank()))
     DDP._set_params_and_buffers_to_ignore_for_model(module, ["scale"])
     ddp = DDP(module, process_group=group)
@@ -139,7 +139,7 @@ def test_buffers_that_are_ignored(group):
 
 
 @everywhere
-def test_several_forwards_in_a_row_do_not_break_autograd(group):
+def test_three_forwards_before_one_backward(group):
     ddp = make(group)
     whole = seeded(Counting)
     for step in range(3):
@@ -150,14 +150,14 @@ def test_several_forwards_in_a_row_do_not_break_autograd(group):
 
 
 class Norm(nn.Sequential):
-    """Batch normalisation, whose statistics are other ones on every rank."""
+    """Batch norm, whose running statistics differ between ranks."""
 
     def __init__(self):
         super().__init__(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
 @everywhere
-def test_batch_norm_and_several_forwards_in_a_row(group):
+def test_batch_norm_with_two_forwards_before_backward(group):
     ddp, whole = DDP(seeded(Norm), process_group=group), seeded(Norm)
 
     def loss(module, rows, step, rank):
@@ -171,7 +171,7 @@ def test_batch_norm_and_several_forwards_in_a_row(group):
 
 
 @everywhere
-def test_statistics_are_those_of_rank_0(group):
+def test_batch_norm_statistics_are_those_of_rank_0(group):
     ddp, whole = DDP(seeded(Norm), process_group=group), seeded(Norm)
     for step in range(3):
         rows = batch(step, group.size())
@@ -183,18 +183,18 @@ def test_statistics_are_those_of_rank_0(group):
 
 
 @everywhere
-def test_evaluation_in_between(group):
+def test_evaluation_sends_no_buffers(group):
     ddp = make(group)
     ddp.eval()
     with torch.no_grad():
         ddp(torch.ones(1, 5))
-        # nothing is sent: nobody has trained in between
+        # no broadcast: no training step since the last one
         assert operations(group, lambda: ddp(torch.ones(1, 5))) == []
     assert not ddp.will_sync_module_buffers()
 
 
 @everywhere
-def test_tensors_are_broadcast_from_any_rank(group):
+def test_coalesced_broadcast_from_any_root(group):
     ddp = make(group)
     rank, root = group.rank(), group.size() - 1
     tensors = [torch.full((5,), rank), torch.full((3, 2), float(rank)), torch.full((4,), rank)]
@@ -203,7 +203,7 @@ def test_tensors_are_broadcast_from_any_rank(group):
 
 
 @over_groups(backends=("shm",), sizes=(2,), reuse=True)
-def test_upstreams_older_argument_is_deprecated(group):
+def test_broadcast_buffers_argument_is_deprecated(group):
     for value in (True, False):
         with pytest.warns(FutureWarning, match="forward_sync_buffers"):
             make(group, broadcast_buffers=value)
@@ -213,7 +213,7 @@ def test_upstreams_older_argument_is_deprecated(group):
 
 
 @everywhere
-def test_synchronised_batch_norm_is_for_accelerators(group):
+def test_torchs_sync_batch_norm_on_cpu_is_rejected(group):
     module = nn.SyncBatchNorm.convert_sync_batchnorm(Norm(), process_group=group)
     with pytest.raises(ValueError, match="SyncBatchNorm"):
         DDP(module, process_group=group)

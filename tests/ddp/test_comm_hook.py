@@ -1,4 +1,4 @@
-"""Hooks in the place of the reduction: torch's own, and those at fault."""
+"""Communication hooks: torch's own, and faulty ones."""
 
 import threading
 import time
@@ -56,13 +56,13 @@ def hooked(make, group, hook, state=None, **options):
 
 
 def plain(state, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Reduce as a user would write it, with a group for state."""
+    """Average as a user would write it, with a group as state."""
     work = state.allreduce(bucket.buffer())
     return work.get_future().then(lambda done: done.value()[0].div_(state.size()))
 
 
 @several
-def test_a_hook_sees_every_bucket_once_and_in_order(group):
+def test_hook_sees_every_bucket_once_in_order(group):
     seen = []
 
     def watching(state, bucket):
@@ -94,7 +94,7 @@ OPTIONS = {
 
 
 class Branching(nn.Module):
-    """Uses its second layer only if it is told to."""
+    """Has an optional second layer."""
 
     def __init__(self):
         super().__init__()
@@ -108,8 +108,8 @@ class Branching(nn.Module):
 @several
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("way", ["plain", "unused", "accumulated", "weighted"])
-def test_hooks_with_everything_else(group, kind, way):
-    """A hook that makes a mean changes nothing, whatever else is in use."""
+def test_mean_hook_combined_with_other_features(group, kind, way):
+    """A hook that computes the mean changes no result, whatever other features are on."""
 
     def loss(module, rows, rank):
         both = way != "unused" or bool((step + rank) % 2)
@@ -145,7 +145,7 @@ TORCH_HOOKS = {
 
 @over_cases("shm-4", "gloo-2")
 @pytest.mark.parametrize("name", TORCH_HOOKS)
-def test_hooks_of_torch_run_unchanged(group, name):
+def test_torch_hooks_run_unchanged(group, name):
     hook, rtol = TORCH_HOOKS[name]
     ddp, whole = hooked(mlp, group, hook, group)
     for step in range(3):
@@ -160,7 +160,7 @@ def test_hooks_of_torch_run_unchanged(group, name):
 
 @over_cases("shm-4", "gloo-2")
 def test_torch_power_sgd_runs_unchanged(group):
-    """It makes calls when futures end; several buckets must not get into each other's way."""
+    """It issues collectives from future callbacks; buckets must not interfere."""
     state = powerSGD_hook.PowerSGDState(
         group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1.0
     )
@@ -215,7 +215,7 @@ def test_torch_overlapped_optimizer_runs_unchanged(group):
 
 
 @several
-def test_builtin_hooks_of_torch(group):
+def test_torch_builtin_hooks(group):
     for kind, rtol in ((dist.BuiltinCommHookType.ALLREDUCE, 1e-6),
                        (dist.BuiltinCommHookType.FP16_COMPRESS, 3e-3)):  # fmt: skip
         ddp, whole = wrapped(mlp, group)
@@ -227,7 +227,7 @@ def test_builtin_hooks_of_torch(group):
 
 
 @several
-def test_one_hook_for_good(group):
+def test_second_hook_is_rejected(group):
     ddp, _ = hooked(mlp, group, plain, group)
     with pytest.raises(InvalidState, match="one communication hook"):
         ddp.register_comm_hook(group, plain)
@@ -236,15 +236,15 @@ def test_one_hook_for_good(group):
 
 
 def no_bucket(state):
-    """Take too little."""
+    """Has too few parameters."""
 
 
 def of_int(state, bucket: int):
-    """Take something else."""
+    """Has a wrong parameter annotation."""
 
 
 def to_int(state, bucket) -> int:
-    """Return something else."""
+    """Has a wrong return annotation."""
 
 
 @alone
@@ -257,7 +257,7 @@ def to_int(state, bucket) -> int:
         (to_int, InvalidArgument),
     ],
 )
-def test_what_is_no_hook(group, hook, error):
+def test_bad_hook_is_rejected(group, hook, error):
     ddp, _ = wrapped(mlp, group)
     with pytest.raises(error, match="hook"):
         ddp.register_comm_hook(None, hook)
@@ -297,16 +297,16 @@ FAULTS = {
 
 @over_cases("local-2", "shm-4", "gloo-2", timeout=30, reuse=False)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_hook_at_fault_on_one_rank_is_told_to_all(group, fault):
-    be_at_fault(group, fault, FAULTS[fault], deadline=10.0)
+def test_hook_failure_on_one_rank_is_raised_on_all(group, fault):
+    check_faulty_hook(group, fault, FAULTS[fault], deadline=10.0)
 
 
 @over_groups(backends=("local", "shm", "gloo"), sizes=(4,), timeout=30)
-def test_a_hook_that_never_ends_on_one_rank_is_told_to_all(group):
-    be_at_fault(group, never_ends, "did not complete its future", deadline=2.0)
+def test_hook_that_never_completes_is_reported_on_all_ranks(group):
+    check_faulty_hook(group, never_ends, "did not complete its future", deadline=2.0)
 
 
-def be_at_fault(group, fault, told, *, deadline):
+def check_faulty_hook(group, fault, told, *, deadline):
     group.set_timeout(timedelta(seconds=deadline))
 
     def hook(state, bucket):
@@ -315,7 +315,7 @@ def be_at_fault(group, fault, told, *, deadline):
 
     ddp, _ = hooked(mlp, group, hook, bucket_cap_mb=TINY)
     began = time.monotonic()
-    # Where the others' futures do not end either, everybody finds it out by itself.
+    # If the other ranks' futures do not complete either, every rank times out by itself.
     expected = HookError if group.rank() == 1 or fault is never_ends else GroupError
     with pytest.raises((expected, GroupError), match=told) as caught:
         squares(ddp, share(batch(0, group.size()), group)).backward()
@@ -325,7 +325,7 @@ def be_at_fault(group, fault, told, *, deadline):
 
 
 @several
-def test_a_hook_stays_when_the_group_is_replaced(group):
+def test_hook_survives_a_group_replacement(group):
     calls = []
 
     def counting(state, bucket):
@@ -342,7 +342,7 @@ def test_a_hook_stays_when_the_group_is_replaced(group):
 
 
 @several
-def test_a_sparse_bucket_goes_through_a_hook(group):
+def test_sparse_bucket_goes_through_the_hook(group):
     class Words(nn.Module):
         def __init__(self):
             super().__init__()
@@ -361,7 +361,7 @@ def test_a_sparse_bucket_goes_through_a_hook(group):
 
 
 @several
-def test_a_run_with_a_hook(group):
+def test_training_with_a_hook(group):
     def with_hook(module, rows, step, rank):
         if isinstance(module, DDP) and step == 0:
             module.register_comm_hook(None, allreduce_hook)
@@ -370,11 +370,11 @@ def test_a_run_with_a_hook(group):
     train(mlp, group, with_hook, bucket_cap_mb=TINY)
 
 
-# -- hooks and time ------------------------------------------------------------------------
+# -- timing --------------------------------------------------------------------------------
 
 
 def later(future, seconds):
-    """Have a future end later than it would."""
+    """Complete a future some seconds later."""
     slow = Future()
 
     def end(done):
@@ -385,8 +385,8 @@ def later(future, seconds):
 
 
 @several
-def test_other_calls_in_backward_find_the_same_order_on_all_ranks(group):
-    """Whatever time a hook takes: here on one rank much, and calls are of the same size."""
+def test_collectives_in_backward_keep_their_order_with_a_slow_hook(group):
+    """The hook is slow on one rank, and all collectives have the same size."""
 
     class Talks(torch.autograd.Function):
         @staticmethod
@@ -428,7 +428,7 @@ def test_other_calls_in_backward_find_the_same_order_on_all_ranks(group):
 
 
 @over_groups(backends=("local", "shm", "gloo"), sizes=(2,), timeout=30)
-def test_a_peer_that_does_not_come_is_not_the_hooks_fault(group):
+def test_missing_peer_is_a_timeout_not_a_hook_error(group):
     ddp, _ = hooked(mlp, group, allreduce_hook)
     rows = share(batch(0, group.size()), group)
     squares(ddp, rows).backward()
@@ -442,8 +442,8 @@ def test_a_peer_that_does_not_come_is_not_the_hooks_fault(group):
 
 
 @over_groups(backends=("local", "shm"), sizes=(2,), timeout=5)
-def test_another_group_that_fails_in_a_hook(group):
-    """The others do not know of it, so they are told."""
+def test_failure_of_another_group_in_a_hook_is_raised_on_all(group):
+    """The other ranks cannot see that failure, so it must be reported to them."""
 
     def hook(state, bucket):
         if group.rank() == 1:
@@ -458,7 +458,7 @@ def test_another_group_that_fails_in_a_hook(group):
 
 
 class Again(nn.Module):
-    """Comes to its first layer once more from inside of a checkpoint, if it is told to."""
+    """Optionally reuses its second layer inside a checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -476,7 +476,7 @@ class Again(nn.Module):
 
 @several
 @pytest.mark.parametrize("hook", [noop_hook, allreduce_hook])
-def test_late_gradients_go_through_the_hook_too(group, hook):
+def test_late_gradients_go_through_the_hook(group, hook):
     ddp, whole = hooked(Again, group, hook, bucket_cap_mb=TINY)
     for step in range(4):
         ddp.module.again = whole.again = step == 3
@@ -490,7 +490,7 @@ def test_late_gradients_go_through_the_hook_too(group, hook):
 
 
 class AgainSparse(Again):
-    """Makes a late gradient of an embedding, which is sparse."""
+    """Has an embedding with a late sparse gradient."""
 
     def __init__(self):
         super().__init__()
@@ -521,8 +521,8 @@ def test_late_sparse_gradients_go_through_the_hook_once(group):
 
 
 @several
-def test_late_gradients_of_a_rank_without_weight(group):
-    """It may have any gradients, even such as are not numbers."""
+def test_late_gradients_of_a_zero_weight_rank_are_ignored(group):
+    """Its gradients may be NaN."""
     ddp, _ = wrapped(Again, group, bucket_cap_mb=TINY)
     for step in range(4):
         ddp.module.again = step == 3

@@ -1,4 +1,4 @@
-"""``torch.compile`` around the wrapper, and inside of it."""
+"""``torch.compile`` around and inside the DDP module."""
 
 import os
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ pairs = over_groups(backends=("shm",), sizes=(2,), timeout=60, reuse=True)
 
 
 class Normed(nn.Module):
-    """A network with a buffer, whose last layer is not always used."""
+    """A network with a buffer and an optional last layer."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Normed(nn.Module):
 
 
 def compiled(way, make, group, backend, **options):
-    """Wrap a module and have it compiled; return the wrapper, and what to call."""
+    """Wrap and compile a module; return the DDP module and the callable to train."""
     module = seeded(make, seed=group.rank())
     if way == "inside":
         ddp = DDP(torch.compile(module, backend=backend), process_group=group, **options)
@@ -46,12 +46,12 @@ def compiled(way, make, group, backend, **options):
 
 
 def loss(module, rows, step, rank):
-    """Leave a layer out in some steps."""
+    """Return a loss that skips the last layer in step 1."""
     return module(rows, whole=step != 1).square().mean()
 
 
 def train_compiled(way, group, backend, *, steps=3):
-    """Train a compiled module and a whole one, comparing gradients, with passes that stay local."""
+    """Train a compiled module with no_sync() passes and compare it with the oracle."""
     torch._dynamo.reset()
     graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
     ddp, run = compiled(way, Normed, group, graphs)
@@ -74,23 +74,23 @@ def train_compiled(way, group, backend, *, steps=3):
 @pairs
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of which the compiler asks
 @pytest.mark.parametrize("way", ["inside", "outside", "function"])
-def test_a_module_a_wrapper_and_a_function_around_it_are_compiled(group, way):
+def test_compiled_module_wrapper_and_function(group, way):
     train_compiled(way, group, "eager")
 
 
 @pytest.mark.slow
 @over_groups(backends=("local", "shm"), sizes=(4,), timeout=60, reuse=True)
-def test_it_is_right_with_a_backward_that_is_compiled_too(group):
+def test_aot_eager_backend(group):
     train_compiled("outside", group, "aot_eager")
 
 
 def small():
-    """Make a network of one kernel."""
+    """Return a network that compiles to one kernel."""
     return nn.Sequential(nn.Linear(5, 3), nn.Tanh())
 
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
-QUICK = {  # no more processes, no trials, and no headers beside the cache
+QUICK = {  # no worker processes, no ISA probing, no precompiled headers
     "compile_threads": 1,
     "cpp.vec_isa_ok": False,
     "cpp_cache_precompile_headers": False,
@@ -99,7 +99,7 @@ QUICK = {  # no more processes, no trials, and no headers beside the cache
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """Make a place for what the default compiler writes: one test compiles, the others find it."""
+    """Return an Inductor cache directory shared by the tests."""
     place = str(tmp_path_factory.mktemp("kernels"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PLACE, place)
@@ -111,14 +111,14 @@ def compiling_into(kernels):
     import torch._inductor.config
 
     with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(QUICK):
-        if os.environ.get(PLACE) != kernels:  # as it is where ranks are threads
+        if os.environ.get(PLACE) != kernels:  # already set where ranks are threads
             patch.setenv(PLACE, kernels)
         yield
 
 
 @pytest.mark.slow
 @over_groups(backends=("shm", "local"), sizes=(2, 4), timeout=150)  # a C++ compiler takes its time
-def test_it_is_right_with_the_default_backend(group, kernels):
+def test_inductor_backend(group, kernels):
     with compiling_into(kernels):
         for way in ("inside", "outside"):
             torch._dynamo.reset()
@@ -133,13 +133,13 @@ def test_it_is_right_with_the_default_backend(group, kernels):
 
 
 def deep():
-    """Make a network of parts that are each as big as the compiler's first bucket."""
+    """Return a network whose layers each fill the compiler's first bucket."""
     return nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
 
 
 @pytest.mark.slow
 @over_groups(backends=("shm",), sizes=(2, 4), timeout=60, reuse=True)
-def test_graphs_are_divided_so_that_buckets_are_reduced_during_backward(group):
+def test_graph_is_split_so_buckets_reduce_during_backward(group):
     torch._dynamo.reset()
     way = "inside" if group.size() == 2 else "outside"
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -167,8 +167,8 @@ def test_graphs_are_divided_so_that_buckets_are_reduced_during_backward(group):
 
 
 @over_groups(backends=("local",), sizes=(2, 4), timeout=60)
-def test_graphs_stay_whole_on_threads(group):
-    """The compiler has one place for all threads where it looks for the module that runs."""
+def test_graph_is_not_split_when_ranks_are_threads(group):
+    """Dynamo's active DDP module is one variable for all threads."""
     torch._dynamo.reset()
     graphs = torch._dynamo.testing.CompileCounterWithBackend("eager")
     _, run = compiled("outside", deep, group, graphs, bucket_cap_mb=1)
@@ -179,7 +179,7 @@ def test_graphs_stay_whole_on_threads(group):
 
 
 @pairs
-def test_a_backward_that_is_compiled_as_a_whole_is_refused(group):
+def test_compiled_autograd_is_rejected(group):
     torch._dynamo.reset()
     ddp = DDP(seeded(Normed), process_group=group)
     output = ddp(torch.ones(2, 5))
@@ -190,4 +190,4 @@ def test_a_backward_that_is_compiled_as_a_whole_is_refused(group):
     ):
         output.sum().backward()
     ddp.zero_grad()
-    train_compiled("inside", group, "eager", steps=1)  # the group goes on
+    train_compiled("inside", group, "eager", steps=1)  # the group still works

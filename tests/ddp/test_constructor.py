@@ -1,4 +1,4 @@
-"""The constructor: what it takes, and what it refuses as upstream does."""
+"""Arguments of the DDP constructor."""
 
 import inspect
 
@@ -30,7 +30,7 @@ from .whole import (
 )
 
 
-def test_it_has_upstreams_parameters_in_upstreams_order():
+def test_signature_starts_with_torchs_parameters():
     ours = list(inspect.signature(DDP).parameters)
     theirs = list(inspect.signature(TorchDDP).parameters)
     assert ours[: len(theirs)] == theirs
@@ -56,14 +56,14 @@ REFUSED = {
 
 @alone
 @pytest.mark.parametrize("case", REFUSED)
-def test_arguments_that_are_refused(group, case):
+def test_bad_arguments_are_rejected(group, case):
     options, error, told = REFUSED[case]
     with pytest.raises(error, match=told):
         DDP(mlp(), process_group=group, **options)
 
 
 @alone
-def test_modules_that_are_refused(group):
+def test_bad_modules_are_rejected(group):
     still = mlp().requires_grad_(False)
     spread = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
     for module, error, told in [
@@ -78,7 +78,7 @@ def test_modules_that_are_refused(group):
 
 
 @alone
-def test_what_is_not_a_group(group):
+def test_missing_or_bad_group_is_rejected(group):
     with pytest.raises(TypeError, match="group"):
         DDP(mlp(), process_group="gloo")
     with pytest.raises(InvalidType, match="got NON_GROUP_MEMBER"):
@@ -88,14 +88,14 @@ def test_what_is_not_a_group(group):
 
 
 @everywhere
-def test_the_current_group_is_taken(group):
+def test_default_is_the_current_group(group):
     with groups.process_group(group):
         ddp = DDP(mlp())
     assert ddp.process_group is group
 
 
 @everywhere
-def test_no_syncing_at_the_start(group):
+def test_init_sync_false_makes_no_collective(group):
     module = seeded(mlp, seed=group.rank())
     before = [p.detach().clone() for p in module.parameters()]
     wrappers = []
@@ -107,14 +107,14 @@ def test_no_syncing_at_the_start(group):
 
 
 @everywhere
-def test_syncing_at_the_start_is_one_check_and_one_broadcast(group):
+def test_init_sync_is_one_allgather_and_one_broadcast(group):
     module = seeded(mlp, seed=group.rank())
     told = operations(group, lambda: DDP(module, process_group=group))
     assert told == ["allgather", "broadcast"]
 
 
 def train_on(mesh, group):
-    """Train a little on a mesh, and compare."""
+    """Run one backward pass on a mesh and compare gradients."""
 
     ddp = DDP(seeded(mlp, seed=group.rank()), device_mesh=mesh)
     whole = seeded(mlp)
@@ -127,13 +127,13 @@ def train_on(mesh, group):
 
 
 @over_cases("local-1", "shm-2", "local-4")
-def test_a_mesh_of_ours(group):
+def test_device_mesh_argument(group):
     with groups.process_group(group):
         train_on(init_device_mesh("cpu", (group.size(),), mesh_dim_names=("dp",)), group)
 
 
 @over_groups(backends=("shm",), sizes=(4,), reuse=True)
-def test_an_axis_of_a_mesh_of_ours_and_not_two(group):
+def test_one_mesh_axis_is_accepted_and_two_are_rejected(group):
     with groups.process_group(group):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         train_on(mesh["dp"], mesh["dp"].get_group())
@@ -142,6 +142,6 @@ def test_an_axis_of_a_mesh_of_ours_and_not_two(group):
 
 
 @everywhere
-def test_flags_of_another_kind(group):
+def test_torchs_performance_flags_are_accepted(group):
     train(mlp, group, squares, dim=0, forward_sync_buffers=True, bucket_cap_mb_list=[TINY, 1],
           skip_all_reduce_unused_params=True, batched_grad_copy=True)  # fmt: skip

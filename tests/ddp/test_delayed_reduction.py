@@ -1,4 +1,4 @@
-"""Parameters whose gradients are reduced together, in one call."""
+"""Delayed parameters, whose gradients are reduced together in one collective."""
 
 import copy
 
@@ -30,27 +30,27 @@ DELAYED = ("0.weight", "0.bias", "2.bias")
 
 
 def make(group, names=DELAYED, after="0.weight", **options):
-    """Wrap a small network some of whose gradients are delayed."""
+    """Wrap a small network with some delayed parameters."""
     module = seeded(mlp, seed=group.rank())
     named = dict(module.named_parameters())
     options = {
         "delay_all_reduce_named_params": [(name, named[name]) for name in names],
         "param_to_hook_all_reduce": named[after],
         "process_group": group,
-        "bucket_cap_mb": TINY,  # which does not hold for those
+        "bucket_cap_mb": TINY,  # does not apply to delayed parameters
         **options,
     }
     return DDP(module, **options), seeded(mlp)
 
 
 def buckets(ddp):
-    """List the names of what travels together, in order."""
+    """Return the parameter names of each bucket, in launch order."""
     return [[ddp.reducer.names[i] for i in bucket.members] for bucket in ddp.reducer.buckets]
 
 
 @everywhere
 @pytest.mark.parametrize("keeps", [True, False])
-def test_they_are_broadcast_and_reduced_together(group, keeps):
+def test_delayed_parameters_are_broadcast_and_share_a_bucket(group, keeps):
     ddp, whole = make(group, gradient_as_bucket_view=keeps)
     for mine, theirs in zip(ddp.module.parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -62,7 +62,7 @@ def test_they_are_broadcast_and_reduced_together(group, keeps):
 
 
 @everywhere
-def test_all_of_them(group):
+def test_all_parameters_delayed(group):
     ddp, whole = make(group, [name for name, _ in mlp().named_parameters()])
     for step in range(3):
         both(ddp, whole, group, step)
@@ -71,7 +71,7 @@ def test_all_of_them(group):
 
 
 @everywhere
-def test_they_wait_for_the_gradient_of_a_parameter_and_not_for_the_others(group):
+def test_delayed_bucket_follows_its_trigger_parameter(group):
     ddp, whole = make(group, names=("2.weight",), after="2.bias")
     for step in range(3):
         both(ddp, whole, group, step)
@@ -85,7 +85,7 @@ def test_they_wait_for_the_gradient_of_a_parameter_and_not_for_the_others(group)
 
 
 @everywhere
-def test_accumulation(group):
+def test_accumulation_with_delayed_parameters(group):
     ddp, whole = make(group)
     for step in range(3):
         rows = batch(step, group.size())
@@ -95,13 +95,13 @@ def test_accumulation(group):
                     squares(module, mine).backward()
         both(ddp, whole, group, step + 10)
         compare(ddp, whole)
-    both(ddp, whole, group, 20)  # on top of gradients that are the same on all ranks
+    both(ddp, whole, group, 20)  # on top of reduced gradients
     both(ddp, whole, group, 21)
     compare(ddp, whole)
 
 
 @everywhere
-def test_weights_and_sums_and_parameters_that_nobody_uses(group):
+def test_loss_weights_and_unused_delayed_parameters(group):
     ddp, whole = make(group)
     ddp.weight = 1 + group.rank()
     weights = [1 + rank for rank in range(group.size())]
@@ -121,7 +121,7 @@ def test_weights_and_sums_and_parameters_that_nobody_uses(group):
 
 
 class Outer(nn.Module):
-    """Uses a parameter that is not its own."""
+    """Uses a parameter that it has not registered."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ class Outer(nn.Module):
 
 
 @everywhere
-def test_a_parameter_that_is_not_the_modules(group):
+def test_delayed_parameter_outside_the_module(group):
     module, whole = seeded(Outer), seeded(Outer)
     module.borrowed[0].data.fill_(1.0 + group.rank())
     ddp = DDP(module, process_group=group, param_to_hook_all_reduce=module.layer.weight,
@@ -147,7 +147,7 @@ def test_a_parameter_that_is_not_the_modules(group):
 
 
 @everywhere
-def test_copies_and_loaded_parameters_are_delayed_too(group):
+def test_copied_and_loaded_parameters_stay_delayed(group):
     ddp, whole = make(group)
     ddp.load_state_dict(copy.deepcopy(ddp.state_dict()), assign=True)
     with groups.process_group(group):
@@ -163,7 +163,7 @@ def test_copies_and_loaded_parameters_are_delayed_too(group):
 
 
 @everywhere
-def test_it_is_one_call(group):
+def test_all_delayed_parameters_take_one_allreduce(group):
     ddp, _ = make(group, [name for name, _ in mlp().named_parameters()])
     rows = share(batch(0, group.size()), group)
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_it_is_one_call(group):
 
 
 @alone
-def test_what_is_refused(group):
+def test_bad_delayed_parameters_are_rejected(group):
     one, other = mlp(), mlp()
     given = {"delay_all_reduce_named_params": [("0.weight", other[0].weight)]}
     with pytest.raises(ValueError, match="another parameter.*0.weight"):

@@ -1,4 +1,4 @@
-"""References to values of other processes, and backward passes that go through several."""
+"""RRef inputs and outputs, and distributed autograd across RPC workers."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from .whole import ROWS, assert_close, batch, compare, mlp, seeded, share, squar
 
 
 def on_workers(ctx, where):
-    """Run all bodies on workers that reach each other: RPC is for once in the life of a process.
+    """Run all bodies on RPC workers; RPC can be initialized only once per process.
 
-    So groups of two are halves of the one of four. None is ``local``: workers are processes.
+    Groups of two are subgroups of the world of four. ``local`` is left out: workers are processes.
     """
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=4, rpc_timeout=20, init_method=f"file://{where}", _transports=["uv"]
@@ -35,7 +35,7 @@ def on_workers(ctx, where):
 
 
 class Referring(nn.Module):
-    """Takes a reference and returns one."""
+    """Takes an RRef and returns one."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ def double(rows):
 
 
 def gradients_of(ddp, rows, other, loss):
-    """Run a backward pass through both workers, and return what the context has at the end."""
+    """Run backward through both workers and return the context's gradients."""
     with dist_autograd.context() as context:
         output = ddp(rows)
         far = rpc.rpc_sync(other, double, args=(output,))
@@ -114,7 +114,7 @@ def reduces_in_a_context(group, other):
         assert_close(mine, theirs.grad)
     ddp.weight = None
     whole.zero_grad()
-    for step in range(3):  # plain passes go on as ever, in a context too
+    for step in range(3):  # plain backward still works, also inside a context
         rows = batch(step, group.size())
         with dist_autograd.context():
             squares(ddp, share(rows, group)).backward()
@@ -123,7 +123,7 @@ def reduces_in_a_context(group, other):
 
 
 class Forking(nn.Module):
-    """Uses one of two layers."""
+    """Uses one of its two layers."""
 
     def __init__(self):
         super().__init__()
@@ -134,7 +134,7 @@ class Forking(nn.Module):
 
 
 def reduces_what_some_have(group, other):
-    """Use another layer on every rank: who has no gradient counts with zero, and gets none."""
+    """Use other layers per rank: a missing gradient counts as zero and stays absent."""
     ddp = DDP(seeded(Forking), process_group=group)
     whole = seeded(Forking)
     rows, rank = batch(0, group.size()), group.rank()
@@ -163,6 +163,6 @@ BODIES = (
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You are using a Backend")  # as RPC itself does
-def test_with_workers(tmp_path):
+def test_distributed_autograd_on_rpc_workers(tmp_path):
     with RankPool(4, preload=("phalanx.ddp",)) as pool:
-        pool.run(on_workers, 4, args=(str(tmp_path / "meeting"),))
+        pool.run(on_workers, 4, args=(str(tmp_path / "rendezvous"),))

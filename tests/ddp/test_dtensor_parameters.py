@@ -1,4 +1,4 @@
-"""Data parallel over one axis of a mesh, while parameters are spread over another."""
+"""DDP over one mesh axis with DTensor parameters sharded over another."""
 
 import copy
 
@@ -26,7 +26,7 @@ SHAPE = (2, 2)
 
 
 class Net(nn.Module):
-    """A network of which two layers are spread, and need not be used, and one is not."""
+    """A network with two optional tensor-parallel layers and one replicated layer."""
 
     def __init__(self):
         super().__init__()
@@ -47,14 +47,14 @@ class Net(nn.Module):
 
 
 def net():
-    """Make such a network, with numbers so exact that the order of sums does not matter."""
+    """Return the network in float64, so that summation order does not matter."""
     return Net().double()
 
 
 def on_mesh(ctx, backend, name, *args):
-    """Run a body on a mesh of two axes, on a group that is torch's default group meanwhile."""
+    """Run a body on a 2-axis mesh whose group is torch's default group."""
     group = ctx.group(backend)
-    # DTensor keeps what it has worked out for a mesh that looks the same: so no other looks so.
+    # DTensor caches by mesh equality, so every mesh gets its own axis names.
     names = (f"data {backend} {name}", f"model {backend} {name}")
     mesh = init_device_mesh("cpu", SHAPE, mesh_dim_names=names, group=group)
     mesh.to_torch(as_default=True)
@@ -67,7 +67,7 @@ def on_mesh(ctx, backend, name, *args):
 
 
 def make(mesh, **options):
-    """Spread a module over one axis and wrap it over the other; return it with an equal whole."""
+    """Shard a module over one axis, wrap it over the other; return it and an unsharded copy."""
     data, model = mesh.mesh_dim_names
     module = seeded(net, seed=mesh[data].get_group().rank())
     parallelize_module(module, mesh[model].to_torch(), PLAN)
@@ -75,13 +75,13 @@ def make(mesh, **options):
 
 
 def gradients(module):
-    """List the gradients of all parameters, whole."""
+    """Return the full gradients of all parameters."""
     found = [p.grad for p in module.parameters()]
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
 
 
 def compare(ddp, whole, rtol=1e-6):
-    """Compare the gradients of both, and clear them."""
+    """Compare the gradients of both and zero them."""
     for name, mine, theirs in zip(
         dict(whole.named_parameters()), gradients(ddp.module), gradients(whole), strict=True
     ):
@@ -107,7 +107,7 @@ def trains(mesh, keeps):
         for parameter in spread:
             assert isinstance(parameter.grad, DTensor)
             assert parameter.grad.placements == parameter.placements
-        # torch clips parameters of one kind at a time
+        # clip_grad_norm_ does not mix DTensors and plain tensors
         mine = nn.utils.clip_grad_norm_(spread, 0.01).full_tensor()
         assert_close(mine, nn.utils.clip_grad_norm_(list(whole.parameters())[:4], 0.01))
         for optimizer in optimizers:
@@ -124,7 +124,7 @@ def accumulates(mesh):
         with ddp.no_sync():
             squares(ddp, share(rows, group)).backward()
         squares(whole, rows).backward()
-        for _ in range(2):  # the second on top of what all ranks have
+        for _ in range(2):  # the second on top of reduced gradients
             squares(ddp, share(rows, group)).backward()
             squares(whole, rows).backward()
         compare(ddp, whole)
@@ -178,7 +178,7 @@ def runs_out_of_data(mesh, with_hook):
 
 
 def leaves_out(mesh):
-    """Use the layers that are spread on some ranks only, and then on none."""
+    """Use the sharded layers on some ranks only, then on none."""
     group = mesh[mesh.mesh_dim_names[0]].get_group()
     ddp, whole = make(mesh)
     rows = batch(0, group.size()).double()
@@ -190,7 +190,7 @@ def leaves_out(mesh):
 
 
 def takes_a_hook(mesh):
-    """Have a hook reduce this rank's parts; it sees the parameters themselves."""
+    """Reduce local shards with a hook, which sees the DTensor parameters."""
     group = mesh[mesh.mesh_dim_names[0]].get_group()
     ddp, whole = make(mesh)
     seen = []
@@ -209,7 +209,7 @@ def takes_a_hook(mesh):
 
 
 def computes_in_low_precision(mesh):
-    """Compute in a smaller type, layers that are spread and run again included."""
+    """Compute in a lower precision, including sharded and recomputed layers."""
     group = mesh[mesh.mesh_dim_names[0]].get_group()
     precision = MixedPrecision(torch.float32, reduce_dtype=torch.float64)
     ddp, whole = make(mesh, mixed_precision=precision, bucket_cap_mb=TINY)
@@ -233,7 +233,7 @@ def computes_in_low_precision(mesh):
 
 
 def recomputed(ddp, rows, step):
-    """Make a loss whose forward pass is run again in backward, in every other step."""
+    """Return a loss; every other step uses activation checkpointing."""
     ddp.module.recomputes = step % 2 == 1
     return squares(ddp, rows)
 
@@ -286,7 +286,7 @@ BODIES = {
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
-def test_gradients_are_those_of_the_whole(ranks, backend, keeps):
+def test_gradients_match_the_unsharded_model(ranks, backend, keeps):
     ranks.run(on_mesh, 4, args=(backend, "trains", keeps))
 
 
@@ -302,7 +302,7 @@ def test_gradients_are_those_of_the_whole(ranks, backend, keeps):
         "reduces_in_low_precision",
     ],
 )
-def test_passes_of_all_kinds(ranks, backend, name):
+def test_features_with_dtensor_parameters(ranks, backend, name):
     ranks.run(on_mesh, 4, args=(backend, name))
 
 
@@ -313,5 +313,5 @@ def test_uneven_inputs(ranks, backend, with_hook):
 
 
 @pytest.mark.parametrize("name", ["differs", "copies"])
-def test_values_of_parts(ranks, name):
+def test_dtensor_sync_check_and_state_dict(ranks, name):
     ranks.run(on_mesh, 4, args=("shm", name))

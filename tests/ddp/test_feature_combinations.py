@@ -1,4 +1,4 @@
-"""Extension points with each other: hooks, precision, optimizers, whatever the data do."""
+"""Combinations of communication hooks, mixed precision and optimizers."""
 
 import itertools
 
@@ -19,7 +19,7 @@ STEPPING = ("after", "in backward", "divided")
 
 
 class Branching(nn.Module):
-    """Uses its second layer only if it is told to."""
+    """Has an optional second layer."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def steps_of(way, rank):
 
 
 def train(group, way, *, hook, low, stepping, views):
-    """Train with some of the extension points, and return the module."""
+    """Train with the given features and return the module."""
     precision = MixedPrecision(LOW, torch.float32) if low else None
     ddp = DDP(
         seeded(Branching),
@@ -80,7 +80,7 @@ def train(group, way, *, hook, low, stepping, views):
 
 
 def train_whole(way, size):
-    """Train in one process that has the data of all ranks."""
+    """Train in one process on the data of all ranks."""
     whole = seeded(Branching)
     optimizer = torch.optim.SGD(whole.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -95,8 +95,8 @@ def train_whole(way, size):
 
 @several
 @pytest.mark.parametrize("way", ["accumulated", "unused", "uneven"])
-def test_any_of_them_with_any_other(group, way):
-    """Any three of them are together on groups of each size, and all on those of one."""
+def test_feature_combinations(group, way):
+    """Each world size runs half of the combinations."""
     whole = train_whole(way, group.size())
     every = list(itertools.product((False, True), (False, True), range(3), (False, True)))
     half = [each for each in every if sum(each) % 2 == (group.size() == 4)]

@@ -1,8 +1,8 @@
-"""Random training programs: gradients, parameters and buffers are those of one process and torch's.
+"""Random training programs, compared with a single process and with torch's DDP.
 
-Some hundred programs in the suite, from fixed seeds, and with PHALANX_SOAK set (``make soak``)
-thousands from new ones. `ddp.fuzz` says what a program is. A failure is made smaller, and tells how
-to run it again.
+The suite runs about a hundred programs from fixed seeds; with PHALANX_SOAK set (``make soak``)
+it runs thousands from new seeds. `ddp.fuzz` defines a program. A failure is shrunk and prints
+how to reproduce it.
 """
 
 import os
@@ -33,14 +33,14 @@ from .fuzz.program import (
 
 SOAK = "PHALANX_SOAK" in os.environ
 SHARES = 8
-"""Tests that the programs on threads are spread over."""
+"""Number of tests that share the programs on threads."""
 DRAWN = 128
-"""Programs on threads in the suite."""
+"""Number of programs on threads in the suite."""
 COUNT = (4000 if SOAK else DRAWN) // SHARES
 ON_PROCESSES = 600 if SOAK else 16
 """Programs per backend."""
 BATCH = 20
-"""Programs that run on one group of processes, one after the other."""
+"""Programs run one after the other on one group of processes."""
 START = random.randrange(10**6, 10**9) if SOAK else 0
 """The first seed."""
 pytestmark = [
@@ -170,7 +170,7 @@ REGRESSIONS = {
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)
-def test_programs_that_failed_once(threads, name):
+def test_regressions(threads, name):
     problem = run(REGRESSIONS[name], threads)
     if problem is not None:
         pytest.fail(str(Failure(REGRESSIONS[name], problem)), pytrace=False)
@@ -179,14 +179,14 @@ def test_programs_that_failed_once(threads, name):
 # -- the fuzzer itself ---------------------------------------------------------------------
 
 
-def test_programs_can_be_written_and_read():
+def test_programs_round_trip_through_json():
     for seed in range(300):
         program = draw(seed)
         assert from_json(to_json(program)) == program
         assert settle(program) == program
 
 
-def test_everything_is_drawn():
+def test_every_feature_is_drawn():
     programs = [program_of(seed) for seed in range(DRAWN)]
     assert {each.output for each in programs} == {*OPAQUE, *TRANSPARENT}
     assert {hook.kind for each in programs for hook in each.hooks} == set(HOOKS)
@@ -202,7 +202,7 @@ def test_everything_is_drawn():
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_features_can_be_left_out(feature):
+def test_removing_a_feature_is_idempotent(feature):
     for seed in range(40):
         program = without(draw(seed), feature)
         assert without(program, feature) == program
@@ -212,7 +212,7 @@ def simple():
     return Program(7, turns=(Turn((Pass(rows=(1, 2), uses=(15, 15)),)),))
 
 
-def test_a_small_difference_is_found():
+def test_small_gradient_difference_is_detected():
     program = simple()
     traces = ThreadRanks(2).run(on_rank, args=([program],))
     results = [trace[0] for trace in traces]
@@ -221,7 +221,7 @@ def test_a_small_difference_is_found():
     assert "gradient 2 is" in compare(program, results)
 
 
-def test_a_difference_to_torch_is_found():
+def test_difference_from_torch_is_detected():
     program = simple()
     traces = ThreadRanks(2).run(on_rank, args=([program],))
     results = [trace[0] for trace in traces]
@@ -229,7 +229,7 @@ def test_a_difference_to_torch_is_found():
     assert "as torch's class has it" in compare(program, results)
 
 
-def test_ranks_that_differ_in_the_last_bit_are_found():
+def test_last_bit_difference_between_ranks_is_detected():
     program = simple()
     traces = ThreadRanks(2).run(on_rank, args=([program],))
     results = [trace[0] for trace in traces]
@@ -238,7 +238,7 @@ def test_ranks_that_differ_in_the_last_bit_are_found():
     assert "not the same on all ranks" in compare(program, results)
 
 
-def test_failures_are_made_smaller(monkeypatch):
+def test_failures_are_shrunk(monkeypatch):
     def fails(program, runner):
         weighted = any(each.local and each.weights for each in program.passes)
         return "wrong" if weighted and program.optimizer else None

@@ -1,4 +1,4 @@
-"""Ways of keeping gradients: what a training loop may do to ``.grad``."""
+"""What a training loop may do to ``.grad``."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_zero_grad(group, keeps, set_to_none):
 
 @everywhere
 @both_ways
-def test_where_a_gradient_lies(group, keeps):
+def test_gradient_is_a_bucket_view_only_if_asked_for(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
     for step in range(3):
         both(ddp, whole, group, step)
@@ -48,7 +48,7 @@ def test_where_a_gradient_lies(group, keeps):
 
 @everywhere
 @both_ways
-def test_gradients_that_nobody_zeroes_add_up(group, keeps):
+def test_gradients_accumulate_without_zero_grad(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
     for step in range(5):
         both(ddp, whole, group, step)
@@ -57,7 +57,7 @@ def test_gradients_that_nobody_zeroes_add_up(group, keeps):
 
 @everywhere
 @both_ways
-def test_clipping_and_edits_in_place(group, keeps):
+def test_clipping_and_in_place_edits(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
     for step in range(4):
         both(ddp, whole, group, step)
@@ -99,9 +99,9 @@ def test_grad_scaler(group, keeps):
 
 @everywhere
 @both_ways
-def test_who_keeps_a_reference_to_a_gradient_sees_the_next(group, keeps):
+def test_kept_grad_reference_sees_the_next_gradient(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
-    for step in range(2):  # the second pass has the buckets that stay
+    for step in range(2):  # the second pass uses the rebuilt buckets
         both(ddp, whole, group, step)
         ddp.zero_grad(set_to_none=False)
         whole.zero_grad(set_to_none=False)
@@ -117,7 +117,7 @@ def test_who_keeps_a_reference_to_a_gradient_sees_the_next(group, keeps):
 
 @everywhere
 @both_ways
-def test_some_gradients_are_taken_away_and_replaced_by_hand(group, keeps):
+def test_gradients_set_to_none_or_replaced_by_the_user(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
     for step in range(6):
         both(ddp, whole, group, step)
@@ -129,7 +129,7 @@ def test_some_gradients_are_taken_away_and_replaced_by_hand(group, keeps):
 
 @everywhere
 @both_ways
-def test_gradients_from_before_it_was_wrapped_are_averaged_in(group, keeps):
+def test_gradients_from_before_wrapping_are_averaged(group, keeps):
     module, whole = mlp(), mlp()
     whole.load_state_dict({k: torch.full_like(v, 0.1) for k, v in whole.state_dict().items()})
     module.load_state_dict(whole.state_dict())
@@ -155,7 +155,7 @@ class Half(nn.Module):
 
 @everywhere
 @both_ways
-def test_a_gradient_that_nobody_touched_stays_as_it_was_to_the_last_bit(group, keeps):
+def test_unused_parameter_keeps_its_gradient_bitwise(group, keeps):
     ddp, _ = wrapped(Half, group, gradient_as_bucket_view=keeps)
     unused = ddp.module.layers[1].weight
     rows = share(batch(0, group.size()), group)
@@ -170,7 +170,7 @@ def test_a_gradient_that_nobody_touched_stays_as_it_was_to_the_last_bit(group, k
 
 @everywhere
 @both_ways
-def test_a_reduced_gradient_stays_as_it_was_to_the_last_bit(group, keeps):
+def test_reduced_gradient_of_an_unused_parameter_is_kept_bitwise(group, keeps):
     ddp, _ = wrapped(Half, group, gradient_as_bucket_view=keeps)
     for step in range(4):
         rows = share(batch(step, group.size()), group)

@@ -1,7 +1,7 @@
-"""Hooks that users put on parameters: they run before a gradient is taken away, whenever they come.
+"""User hooks on parameters run before the gradient is reduced, whenever they were registered.
 
-A hook that clamps this rank's gradient shows both: that it sees a gradient, and that what it does
-to it is reduced.
+A hook that clamps the local gradient shows that the hook sees the gradient and that its change
+is what gets reduced.
 """
 
 import gc
@@ -32,7 +32,7 @@ from .whole import (
 )
 
 LIMIT = 1e-3
-"""Less than most elements of a gradient."""
+"""Below the magnitude of most gradient elements."""
 
 
 def on_tensor(parameter, act):
@@ -46,22 +46,22 @@ def on_node(parameter, act):
 
 
 def clamp(parameter):
-    """Clip one gradient, in place."""
+    """Clamp a gradient in place."""
     parameter.grad.clamp_(-LIMIT, LIMIT)
 
 
 def clamp_anew(parameter):
-    """Clip one gradient, by putting another in its place."""
+    """Clamp a gradient by replacing it."""
     parameter.grad = parameter.grad.clamp(-LIMIT, LIMIT)
 
 
 def by(factor, parameter):
-    """Multiply one gradient."""
+    """Scale a gradient."""
     parameter.grad.mul_(factor)
 
 
 def clamped(rows):
-    """Tell the mean of the ranks' gradients when each has clamped its own."""
+    """Return the mean of the clamped gradients of all ranks."""
     whole = seeded(mlp)
     every = []
     for part in rows.split(ROWS):
@@ -72,7 +72,7 @@ def clamped(rows):
 
 
 def step_clamped(ddp, group, step, before=lambda: None):
-    """Run a step in which hooks clamp; `before` is called between forward and backward."""
+    """Run and check a step with clamping hooks; call `before` between forward and backward."""
     rows = batch(step, group.size())
     loss = squares(ddp, share(rows, group))
     before()
@@ -87,7 +87,7 @@ def step_clamped(ddp, group, step, before=lambda: None):
 @both_caps
 @pytest.mark.parametrize("kind", [on_tensor, on_node])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_hook_is_registered_after_some_steps(group, steps, kind, cap, keeps):
+def test_hook_registered_after_some_steps(group, steps, kind, cap, keeps):
     ddp = DDP(seeded(mlp), process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=keeps)
     for step in range(steps):
         squares(ddp, share(batch(step, group.size()), group)).backward()
@@ -102,7 +102,7 @@ def test_a_hook_is_registered_after_some_steps(group, steps, kind, cap, keeps):
 @both_caps
 @pytest.mark.parametrize("kind", [on_tensor, on_node])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_hook_is_registered_between_forward_and_backward(group, steps, kind, cap):
+def test_hook_registered_between_forward_and_backward(group, steps, kind, cap):
     ddp = DDP(seeded(mlp), process_group=group, bucket_cap_mb=cap)
     for step in range(steps):
         squares(ddp, share(batch(step, group.size()), group)).backward()
@@ -114,8 +114,8 @@ def test_a_hook_is_registered_between_forward_and_backward(group, steps, kind, c
 @on_pairs
 @both_caps
 @pytest.mark.parametrize("kind", [on_tensor, on_node])
-def test_a_hook_is_registered_in_backward(group, kind, cap):
-    """The pass is under way, but has not come to the parameters that are hooked."""
+def test_hook_registered_during_backward(group, kind, cap):
+    """Backward has started but has not reached the hooked parameters."""
     ddp = DDP(seeded(mlp), process_group=group, bucket_cap_mb=cap)
     for step in range(3):
         squares(ddp, share(batch(step, group.size()), group)).backward()
@@ -134,7 +134,7 @@ def test_a_hook_is_registered_in_backward(group, kind, cap):
 
 
 @several
-def test_a_hook_is_registered_before_the_module_is_wrapped(group):
+def test_hook_registered_before_wrapping(group):
     module = seeded(mlp)
     nodes = [get_gradient_edge(p).node for p in module.parameters()]
     for node, parameter in zip(nodes, module.parameters(), strict=True):
@@ -145,8 +145,8 @@ def test_a_hook_is_registered_before_the_module_is_wrapped(group):
 
 
 @several
-def test_one_rank_has_hooks(group):
-    """To look at gradients, say; the others do not wait for it in another order."""
+def test_hooks_on_one_rank_only(group):
+    """The launch order of the other ranks does not change."""
     ddp = DDP(seeded(mlp), process_group=group, bucket_cap_mb=TINY)
     seen = []
     for step in range(5):
@@ -167,7 +167,7 @@ def test_one_rank_has_hooks(group):
 
 
 @on_pairs
-def test_hooks_of_a_pass_that_begins_at_a_parameter(group):
+def test_hooks_run_when_backward_starts_at_a_parameter(group):
     ddp = DDP(seeded(mlp), process_group=group, bucket_cap_mb=TINY)
     for step in range(4):
         squares(ddp, share(batch(step, group.size()), group)).backward()
@@ -183,7 +183,7 @@ def test_hooks_of_a_pass_that_begins_at_a_parameter(group):
 
 
 @on_pairs
-def test_hooks_of_layers_that_are_checkpointed(group):
+def test_hooks_on_checkpointed_layers(group):
     from torch.utils.checkpoint import checkpoint
 
     class Saved(nn.Sequential):
@@ -205,8 +205,8 @@ def test_hooks_of_layers_that_are_checkpointed(group):
 
 
 @on_pairs
-def test_hooks_stay_when_parameters_are_unfrozen(group):
-    """Which makes the module begin anew with its parameters."""
+def test_hooks_survive_unfreezing_of_parameters(group):
+    """Unfreezing rebuilds the reducer."""
     module = seeded(mlp)
     module[2].requires_grad_(False)
     ddp = DDP(module, process_group=group, bucket_cap_mb=TINY)
@@ -222,7 +222,7 @@ def test_hooks_stay_when_parameters_are_unfrozen(group):
 
 
 @on_pairs
-def test_a_hook_that_is_removed_does_not_run(group):
+def test_removed_hook_does_not_run(group):
     ddp = DDP(seeded(mlp), process_group=group, bucket_cap_mb=TINY)
     seen = []
     for step in range(5):
@@ -236,7 +236,7 @@ def test_a_hook_that_is_removed_does_not_run(group):
 
 
 @on_pairs
-def test_nodes_do_not_keep_the_wrapper(group):
+def test_autograd_nodes_do_not_keep_the_reducer_alive(group):
     module = seeded(mlp)
     nodes = [get_gradient_edge(p).node for p in module.parameters()]
     ddp = DDP(module, process_group=group, bucket_cap_mb=TINY)

@@ -1,4 +1,4 @@
-"""Graphs of every kind: what a loss may reach, and how often."""
+"""Autograd graphs: unused parameters, several passes, penalties, several modules."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from .whole import (
 
 
 class Choice(nn.Module):
-    """A trunk, three branches of which a call says what it takes, and one that nobody takes."""
+    """A trunk, three branches chosen per call, and one branch that is never used."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ CHOICES = {
 
 @everywhere
 @pytest.mark.parametrize("choose", CHOICES)
-def test_parameters_are_used_here_and_there(group, choose):
+def test_parameters_used_on_some_ranks_or_steps(group, choose):
     def loss(module, rows, step, rank):
         return module(rows, *CHOICES[choose](step, rank)).square().mean()
 
@@ -64,9 +64,9 @@ def test_parameters_are_used_here_and_there(group, choose):
 
 
 @everywhere
-def test_a_rank_uses_no_parameter_at_all(group):
+def test_rank_that_uses_no_parameter(group):
     def loss(module, rows, step, rank):
-        if rank == 1:  # its output has a graph, in which no parameter is
+        if rank == 1:  # its graph contains no parameter
             return module(rows.clone().requires_grad_(), False).mean()
         return module(rows, True).mean()
 
@@ -91,7 +91,7 @@ def test_several_forwards_and_one_backward(group, cap):
 
 @everywhere
 @both_caps
-def test_several_forwards_then_as_many_backwards(group, cap):
+def test_two_forwards_then_two_backwards(group, cap):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=cap)
     for step in range(4):
         rows = batch(step, group.size())
@@ -116,7 +116,7 @@ def test_one_forward_and_several_backwards(group, cap):
 
 
 @everywhere
-def test_backward_to_chosen_parameters(group):
+def test_backward_with_inputs_argument(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(4):
         rows = batch(step, group.size())
@@ -126,7 +126,7 @@ def test_backward_to_chosen_parameters(group):
 
 
 @everywhere
-def test_nothing_has_a_gradient_in_a_step(group):
+def test_forwards_without_backward(group):
     def loss(module, rows, step, rank):
         with torch.no_grad():
             module(rows)
@@ -140,7 +140,7 @@ def test_nothing_has_a_gradient_in_a_step(group):
 
 
 @everywhere
-def test_autograd_grad_in_between_leaves_gradients_alone(group):
+def test_autograd_grad_leaves_grad_unchanged(group):
     def loss(module, rows, step, rank):
         weight = inner(module)[0].weight
         for wanted in ([weight], list(module.parameters())):
@@ -155,7 +155,7 @@ def test_autograd_grad_in_between_leaves_gradients_alone(group):
 
 
 @everywhere
-def test_autograd_grad_beside_frozen_parameters(group):
+def test_autograd_grad_with_frozen_parameters(group):
     def loss(module, rows, step, rank):
         layers = inner(module)
         layers[0].requires_grad_(step % 2 == 0)  # the first that is asked for
@@ -171,7 +171,7 @@ def test_autograd_grad_beside_frozen_parameters(group):
 
 
 @everywhere
-def test_backward_to_chosen_parameters_beside_frozen_ones(group):
+def test_inputs_argument_with_frozen_parameters(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(4):
         rows = batch(step, group.size())
@@ -182,11 +182,11 @@ def test_backward_to_chosen_parameters_beside_frozen_ones(group):
 
 
 @everywhere
-def test_sums_to_chosen_parameters_beside_frozen_ones(group):
+def test_sum_reduction_with_inputs_argument_and_frozen_parameters(group):
     ddp, whole = wrapped(mlp, group, reduce="sum")
     for module in (ddp.module, whole):
         module[0].weight.requires_grad_(False)
-    for step in range(4):  # which add up: what was there is summed once only
+    for step in range(4):  # without zero_grad: previous gradients are summed only once
         rows = batch(step, group.size())
         for module, part in parts(ddp, whole, rows, group):
             loss = squares(module, part) * (group.size() if module is whole else 1)
@@ -195,7 +195,7 @@ def test_sums_to_chosen_parameters_beside_frozen_ones(group):
 
 
 @everywhere
-def test_the_order_is_learnt_from_a_pass_that_nobody_announced(group):
+def test_bucket_order_is_learned_from_a_backward_at_a_parameter(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(4):
         rows = batch(step, group.size())
@@ -209,7 +209,7 @@ def test_the_order_is_learnt_from_a_pass_that_nobody_announced(group):
 
 
 @everywhere
-def test_buckets_leave_early_after_several_passes_from_the_first_forward(group):
+def test_buckets_launch_early_after_repeated_backwards(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for times in (3, 1, 1):
         rows = batch(times, group.size())
@@ -223,7 +223,7 @@ def test_buckets_leave_early_after_several_passes_from_the_first_forward(group):
 
 @everywhere
 @both_caps
-def test_a_gradient_penalty(group, cap):
+def test_gradient_penalty(group, cap):
     def loss(module, rows, step, rank):
         inputs = rows.clone().requires_grad_()
         (slope,) = torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
@@ -234,7 +234,7 @@ def test_a_gradient_penalty(group, cap):
 
 
 class Scaled(nn.Module):
-    """Has a parameter that only the loss uses."""
+    """Has a parameter used only in the loss."""
 
     def __init__(self):
         super().__init__()
@@ -247,7 +247,7 @@ class Scaled(nn.Module):
 
 @everywhere
 @both_caps
-def test_a_parameter_is_used_outside_of_forward(group, cap):
+def test_parameter_used_only_in_the_loss(group, cap):
     def loss(module, rows, step, rank):
         return squares(module, rows) + inner(module).temperature.exp() * (rank + step)
 
@@ -255,7 +255,7 @@ def test_a_parameter_is_used_outside_of_forward(group, cap):
 
 
 @everywhere
-def test_a_parameter_is_regularised_in_a_backward_of_its_own(group):
+def test_penalty_in_a_separate_backward(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(6):
         rows = batch(step, group.size())
@@ -267,7 +267,7 @@ def test_a_parameter_is_regularised_in_a_backward_of_its_own(group):
 
 
 @everywhere
-def test_a_parameter_is_regularised_by_itself_after_a_while(group):
+def test_separate_penalty_backward_that_starts_later(group):
     ddp, whole = wrapped(mlp, group)
     for step in range(6):
         rows = batch(step, group.size())
@@ -279,7 +279,7 @@ def test_a_parameter_is_regularised_by_itself_after_a_while(group):
 
 
 @everywhere
-def test_a_parameter_is_used_outside_of_forward_after_a_while(group):
+def test_loss_starts_to_use_a_parameter_later(group):
     def loss(module, rows, step, rank):
         plain = squares(module, rows)
         return plain + inner(module).temperature.exp() * (rank + step) if step > 3 else plain
@@ -288,7 +288,7 @@ def test_a_parameter_is_used_outside_of_forward_after_a_while(group):
 
 
 def regularise(group, reduce):
-    """Give one parameter gradients that come from no output, and clear nothing."""
+    """Add a separate penalty backward for one parameter, without zero_grad."""
     ddp, whole = wrapped(mlp, group, reduce=reduce, bucket_cap_mb=TINY)
     factor = group.size() if reduce == "sum" else 1
     for step in range(5):
@@ -301,12 +301,12 @@ def regularise(group, reduce):
 
 
 @everywhere
-def test_a_parameter_is_regularised_by_itself_without_clearing(group):
+def test_mean_reduction_of_a_separate_penalty_without_zero_grad(group):
     regularise(group, "mean")
 
 
 @everywhere
-def test_a_parameter_is_regularised_by_itself_without_clearing_and_summed(group):
+def test_sum_reduction_of_a_separate_penalty_without_zero_grad(group):
     regularise(group, "sum")
 
 
@@ -328,7 +328,7 @@ def test_two_wrapped_modules_in_one_loss(group):
 
 
 @everywhere
-def test_a_wrapped_module_is_part_of_another(group):
+def test_ddp_module_inside_another_module(group):
     ddp, whole = wrapped(lambda: nn.Linear(4, 2), group, bucket_cap_mb=TINY)
     first = seeded(lambda: nn.Linear(5, 4))
     models = nn.Sequential(first, ddp), nn.Sequential(first, whole)
@@ -342,7 +342,7 @@ def test_a_wrapped_module_is_part_of_another(group):
 
 
 class Optional(nn.Module):
-    """Has a first layer that is used from some step on: its gradient comes after all others."""
+    """Has a first layer that is used only from some step on."""
 
     def __init__(self):
         super().__init__()
@@ -353,7 +353,7 @@ class Optional(nn.Module):
 
 
 @everywhere
-def test_a_layer_is_used_that_comes_after_all_that_is_known(group):
+def test_first_layer_starts_to_be_used_later(group):
     def loss(module, rows, step, rank):
         return module(rows, step > 3).square().mean()
 
@@ -361,7 +361,7 @@ def test_a_layer_is_used_that_comes_after_all_that_is_known(group):
 
 
 @everywhere
-def test_parameters_that_come_into_use_are_learnt(group):
+def test_bucket_order_adapts_to_newly_used_parameters(group):
     class Growing(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizers that step in backward."""
+"""Optimizers in backward."""
 
 import copy
 
@@ -40,8 +40,8 @@ WAYS = ["plain", "accumulated", "hooked", "clipped"]
 @several
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", [fused, applied])
-def test_it_steps_as_it_would_after_backward(group, way, how):
-    turn = WAYS.index(way) + (how is fused)  # each with each, in turns, is enough
+def test_same_result_as_a_step_after_backward(group, way, how):
+    turn = WAYS.index(way) + (how is fused)  # alternate optimizers over the cases
     optimizer_class, options = KINDS[turn % 2]
     ddp, optimizers = how(lambda: mlp().double(), group, optimizer_class, **options)
     whole = seeded(lambda: mlp().double())
@@ -73,7 +73,7 @@ def test_it_steps_as_it_would_after_backward(group, way, how):
 
 
 @several
-def test_a_parameter_that_nobody_uses_is_not_stepped(group):
+def test_unused_parameter_is_not_stepped(group):
     ddp, _ = fused(mlp, group, torch.optim.SGD, lr=0.1, weight_decay=0.5)
     before = [p.detach().clone() for p in ddp.module[2].parameters()]
     for step in range(3):
@@ -82,7 +82,7 @@ def test_a_parameter_that_nobody_uses_is_not_stepped(group):
 
 
 @several
-def test_some_parameters_only(group):
+def test_optimizer_for_some_parameters_only(group):
     ddp = DDP(seeded(mlp), process_group=group)
     ddp._register_fused_optim(torch.optim.SGD, 0.1, optim_params=ddp.module[0].parameters())
     squares(ddp, share(batch(0, group.size()), group)).backward()
@@ -91,7 +91,7 @@ def test_some_parameters_only(group):
 
 
 @several
-def test_the_optimizer_stays_when_the_group_is_replaced(group):
+def test_optimizer_survives_a_group_replacement(group):
     ddp, _ = fused(mlp, group, torch.optim.SGD, lr=0.1)
     ddp._update_process_group(group)
     squares(ddp, share(batch(0, group.size()), group)).backward()
@@ -99,7 +99,7 @@ def test_the_optimizer_stays_when_the_group_is_replaced(group):
 
 
 @several
-def test_optimizers_that_are_refused(group):
+def test_bad_optimizers_are_rejected(group):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     ddp, _ = fused(mlp, group, torch.optim.SGD, lr=0.1)
@@ -119,7 +119,7 @@ def test_optimizers_that_are_refused(group):
 
 
 @several
-def test_optimizers_do_not_vanish(group):
+def test_deepcopy_and_assign_are_rejected(group):
     ddp, _ = fused(mlp, group, torch.optim.SGD, lr=0.1)
     with pytest.raises(InvalidState, match="optimizers in backward"):
         copy.deepcopy(ddp)
@@ -128,7 +128,7 @@ def test_optimizers_do_not_vanish(group):
 
 
 @several
-def test_an_optimizer_applied_between_steps_is_noticed_before_it_steps(group):
+def test_optimizer_applied_after_wrapping_is_rejected(group):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     ddp = DDP(seeded(mlp), process_group=group)

@@ -1,4 +1,4 @@
-"""Wrapped modules in a join: ranks run out of data at different steps."""
+"""DDP in a join: ranks run out of data at different steps."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ from .internals import _DDPJoinHook
 from .whole import ROWS, TINY, alone, assert_close, batch, mlp, on_every_backend, seeded, share
 
 LENGTHS = {2: ([4, 2], [0, 2]), 4: ([2, 4, 0, 2], [4, 0, 0, 0])}
-PASSES = 2  # of which the first is local, where gradients are accumulated
+PASSES = 2  # per step with accumulation; the first is in no_sync()
 
 
 class Branching(nn.Module):
-    """Uses its second layer only if it is told to."""
+    """Has an optional second layer."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ def loss_of(module, rows, way, step, rank):
 
 
 def step_whole(whole, way, step, having, size):
-    """Make the step of one process that has the data of all ranks that have some."""
+    """Run backward in one process on the rows of all ranks that still have data."""
     weights = [1.0 + rank if way == "weighted" else 1.0 for rank in range(size)]
     total = {"sum": 1, "weighted": sum(weights[r] for r in having), "active": len(having)}
     for rank in having:
@@ -51,7 +51,7 @@ def step_whole(whole, way, step, having, size):
 
 
 def train(ddp, group, way, steps, optimizer):
-    """Train on one rank, as if there were no others."""
+    """Train this rank for some steps."""
     for step in range(steps):
         rows = share(batch(step, group.size()).double(), group)
         if way == "weighted":
@@ -61,7 +61,7 @@ def train(ddp, group, way, steps, optimizer):
                 loss_of(ddp, rows, way, step, group.rank()).backward()
             continue
         with torch.no_grad():
-            ddp(rows)  # to look at the outputs: nobody comes to wait for a backward pass
+            ddp(rows)  # a forward without backward must not be waited for
         loss_of(ddp, rows, way, step, group.rank()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -114,12 +114,12 @@ def test_ranks_run_out_of_data(group, way):
         if group.rank() == 0:
             compare(ddp, way, lengths)
         ddp.assert_in_sync()
-        train(ddp, group, way, 2, optimizer)  # all ranks again, and no join
+        train(ddp, group, way, 2, optimizer)  # all ranks again, outside the join
         ddp.assert_in_sync()
 
 
 @over_groups(backends=("gloo", "shm"), sizes=(2, 4), timeout=30)
-def test_in_a_join_of_torchs(group):
+def test_ddp_in_torchs_join(group):
     with group_as_default(group):
         for lengths in LENGTHS[group.size()]:
             ddp = DDP(make(), process_group=group, bucket_cap_mb=TINY)
@@ -130,7 +130,7 @@ def test_in_a_join_of_torchs(group):
 
 
 class group_as_default:  # noqa: N801 - it reads like a function
-    """Have torch find a group where it asks for the default one."""
+    """Make a group torch's default group."""
 
     def __init__(self, group):
         self.group = group
@@ -143,7 +143,7 @@ class group_as_default:  # noqa: N801 - it reads like a function
 
 
 @on_every_backend
-def test_beside_an_optimizer_whose_work_is_divided(group):
+def test_join_with_a_sharded_optimizer(group):
     for lengths in LENGTHS[group.size()]:
         ddp = DDP(make(), process_group=group)
         optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, process_group=group)
@@ -153,8 +153,8 @@ def test_beside_an_optimizer_whose_work_is_divided(group):
 
 
 @on_every_backend
-def test_buffers_are_those_of_who_has_data(group):
-    """Rank 0 has none, and its statistics stand still."""
+def test_buffers_come_from_a_rank_with_data(group):
+    """Rank 0 has no data, so its statistics do not change."""
     norm = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     ddp = DDP(norm, process_group=group)
     with ddp.join():
@@ -167,7 +167,7 @@ def test_buffers_are_those_of_who_has_data(group):
 
 
 @on_every_backend
-def test_low_precision(group):
+def test_join_with_mixed_precision(group):
     ddp = DDP(seeded(mlp), process_group=group, mixed_precision=MixedPrecision(torch.bfloat16))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with ddp.join():
@@ -179,7 +179,7 @@ def test_low_precision(group):
 
 
 @on_every_backend
-def test_uneven_inputs_may_be_an_error(group):
+def test_throw_on_early_termination(group):
     ddp = DDP(seeded(mlp), process_group=group)
     with pytest.raises(UnevenInputs, match="exhausted"), ddp.join(throw_on_early_termination=True):
         for step in range(1 + group.rank()):
@@ -187,7 +187,7 @@ def test_uneven_inputs_may_be_an_error(group):
 
 
 @alone
-def test_the_hook_is_for_wrapped_modules(group):
+def test_join_hook_requires_a_ddp_module(group):
     module = nn.Linear(1, 1)
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group)
     for other in (module, optimizer):

@@ -1,4 +1,4 @@
-"""Gradients by weight: exactly those of the whole batch, however unevenly ranks share it."""
+"""Loss weights: gradients match the whole batch, however unevenly it is split."""
 
 import math
 from contextlib import nullcontext
@@ -47,7 +47,7 @@ def cut(rows, counts, rank):
 
 
 def mean(module, rows):
-    """Make the loss of some rows, of which there may be none."""
+    """Return the mean loss of some rows, possibly none."""
     return module(rows).square().sum(dim=1).mean() if len(rows) else module(rows).sum()
 
 
@@ -59,7 +59,7 @@ def plan(shares, step, size):
 
 @over_cases("local-1", "shm-2", "gloo-2", "local-4")
 @pytest.mark.parametrize("shares", SHARES)
-def test_ranks_hold_different_amounts(group, shares):
+def test_uneven_local_batches(group, shares):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(4):
         counts, rows = plan(shares, step, group.size())
@@ -96,7 +96,7 @@ def test_accumulation_with_changing_weights(group, keeps):
 
 
 @everywhere
-def test_gradients_that_nobody_zeroes_add_up(group):
+def test_weighted_gradients_accumulate_without_zero_grad(group):
     ddp, whole = wrapped(mlp, group)
     for step in range(4):
         counts, rows = plan("uneven", step, group.size())
@@ -107,26 +107,26 @@ def test_gradients_that_nobody_zeroes_add_up(group):
 
 
 @everywhere
-def test_a_rank_of_weight_0_may_have_anything_in_its_gradients(group):
+def test_zero_weight_rank_may_have_nan_gradients(group):
     ddp, whole = wrapped(mlp, group)
     counts = [0 if rank == 1 else 2 for rank in range(group.size())]
     rows = batch(0, group.size())[: sum(counts)]
     mine = cut(rows, counts, group.rank())
-    loss = mean(ddp, mine) if len(mine) else ddp(mine).mean()  # which is not a number
+    loss = mean(ddp, mine) if len(mine) else ddp(mine).mean()  # NaN
     ddp.backward(loss, weight=len(mine))
     mean(whole, rows).backward()
     assert_same_gradients(ddp.module, whole)
 
 
 @everywhere
-def test_all_weights_are_0(group):
+def test_all_weights_zero_gives_zero_gradients(group):
     ddp, _ = wrapped(mlp, group)
     ddp.backward(squares(ddp, torch.ones(2, 5)), weight=0)
     assert all(not p.grad.any() for p in ddp.parameters())
 
 
 @everywhere
-def test_the_weight_that_is_set_holds_unless_another_is_given(group):
+def test_backward_uses_the_weight_attribute(group):
     ddp, whole = wrapped(mlp, group)
     counts, rows = plan("uneven", 0, group.size())
     ddp.weight = counts[group.rank()]
@@ -137,7 +137,7 @@ def test_the_weight_that_is_set_holds_unless_another_is_given(group):
 
 
 @everywhere
-def test_half_precision_and_many_tokens(group):
+def test_large_weights_with_float16_parameters(group):
     ddp, _ = wrapped(lambda: torch.nn.Linear(5, 2).to(torch.float16), group)
     for tokens in (100_000.0, 3e6):  # more than float16 holds
         ddp.weight = tokens
@@ -156,8 +156,8 @@ WEIGHTS = [
 
 @over_groups(backends=("local", "shm", "gloo"), sizes=(2,), reuse=True)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_change_while_gradients_travel_in_half_precision(group, dtype):
-    """Neither do those of the first step count for all, nor those of the last pass for a step."""
+def test_changing_weights_with_low_precision_reduction(group, dtype):
+    """The scale is not fixed by the first step or by the last pass of a step."""
     ddp, whole = wrapped(mlp, group, mixed_precision=MixedPrecision(reduce_dtype=dtype))
     for step, passes in enumerate(WEIGHTS):
         total = sum(map(sum, passes))
@@ -172,7 +172,7 @@ def test_weights_change_while_gradients_travel_in_half_precision(group, dtype):
 
 @everywhere
 @pytest.mark.parametrize("raises", [False, True], ids=["cleared", "raised"])
-def test_local_passes_that_were_cleared_do_not_count(group, raises):
+def test_no_sync_passes_cleared_by_zero_grad_do_not_count(group, raises):
     ddp, whole = wrapped(mlp, group)
     ddp.weight = 4
     rows = share(batch(0, group.size()), group)
@@ -201,7 +201,7 @@ def test_complex_and_sparse_gradients(group):
 
 
 @everywhere
-def test_weights_are_set_in_some_steps_only(group):
+def test_weights_in_some_steps_only(group):
     ddp, whole = wrapped(mlp, group)
     for step in range(6):
         ddp.weight = 4 if step % 2 else None
@@ -210,7 +210,7 @@ def test_weights_are_set_in_some_steps_only(group):
 
 
 @over_cases("local-2", "shm-4", "gloo-2", timeout=20, reuse=False)
-def test_a_weight_on_one_rank_only(group):
+def test_weight_on_one_rank_only_is_rejected(group):
     ddp, _ = wrapped(mlp, group)
     ddp.weight = 3 if group.rank() == 1 else None
     with pytest.raises(RankMismatch, match="rank") as caught:
@@ -220,7 +220,7 @@ def test_a_weight_on_one_rank_only(group):
 
 @over_groups(backends=("local",), sizes=(1,))
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), 1e300, 1e-300])
-def test_what_is_no_weight(group, weight):
+def test_bad_weight_is_rejected(group, weight):
     ddp, _ = wrapped(mlp, group)
     with pytest.raises(InvalidArgument, match="weight"):
         ddp.weight = weight
@@ -228,8 +228,8 @@ def test_what_is_no_weight(group, weight):
 
 @several
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_pass_of_weight_0_among_others_adds_nothing(group, place):
-    """Wherever it is in an accumulation, and even if its gradients are not numbers."""
+def test_zero_weight_pass_adds_nothing(group, place):
+    """At any position of an accumulation, even if its gradients are NaN."""
     ddp, whole = wrapped(mlp, group)
     for step in range(2):
         weights = [[1.0 + rank + turn for turn in range(3)] for rank in range(group.size())]
@@ -248,7 +248,7 @@ def test_a_pass_of_weight_0_among_others_adds_nothing(group, place):
 
 
 @on_pairs
-def test_all_weights_are_0_and_gradients_are_kept(group):
+def test_zero_weight_pass_keeps_previous_grads(group):
     ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
     ddp.backward(ddp(torch.ones(2, 5)).mean(), weight=1)
     ddp.backward(ddp(torch.ones(2, 5)).mean(), weight=0)
@@ -257,7 +257,7 @@ def test_all_weights_are_0_and_gradients_are_kept(group):
 
 @on_pairs
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "reduced"])
-def test_a_rank_of_weight_0_after_a_pass_that_raised(group, is_local):
+def test_zero_weight_rank_after_a_failed_pass(group, is_local):
     ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
     ddp.weight = 3
     hook = ddp.module.bias.register_hook(fail)
@@ -271,7 +271,7 @@ def test_a_rank_of_weight_0_after_a_pass_that_raised(group, is_local):
 
 
 @everywhere
-def test_a_pass_that_raised_does_not_count(group):
+def test_failed_pass_does_not_count(group):
     ddp, whole = wrapped(mlp, group)
     ddp.weight = 4
     for step in range(4):
@@ -288,7 +288,7 @@ def test_a_pass_that_raised_does_not_count(group):
 
 
 class Failing(torch.nn.Module):
-    """Fails in backward, if it is told to, before any parameter has a gradient."""
+    """Optionally fails in backward before any parameter has a gradient."""
 
     fails = False
 
@@ -305,8 +305,8 @@ class Failing(torch.nn.Module):
 
 @everywhere
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "reduced"])
-def test_a_pass_that_raised_leaves_others_their_weight(group, is_local):
-    """A local pass scales what there was before it; one that is reduced takes it with it."""
+def test_failed_pass_keeps_the_weights_of_other_passes(group, is_local):
+    """A failed no_sync() pass keeps earlier gradients; a failed reduced pass discards them."""
     ddp, whole = wrapped(Failing, group)
     first, second = batch(0, group.size()), batch(1, group.size())
     with ddp.no_sync():
@@ -329,11 +329,11 @@ def test_a_pass_that_raised_leaves_others_their_weight(group, is_local):
     compare(ddp, whole, rtol=2e-6)
 
 
-# -- what a weight is kept for -----------------------------------------------------------------
+# -- weights and accumulated gradients ---------------------------------------------------------
 
 
 class Skipping(torch.nn.Module):
-    """A layer that a call may leave out."""
+    """Has an optional layer."""
 
     def __init__(self):
         super().__init__()
@@ -344,7 +344,7 @@ class Skipping(torch.nn.Module):
 
 
 @several
-def test_a_micro_batch_that_reached_no_parameter_keeps_its_weight(group):
+def test_micro_batch_that_reaches_no_parameter_keeps_its_weight(group):
     ddp, _ = wrapped(Skipping, group)
     ddp.weight = 3
     for _ in range(2):
@@ -367,11 +367,11 @@ DROPS = {
 
 @on_pairs
 @pytest.mark.parametrize("drop", DROPS)
-def test_gradients_that_were_dropped_lose_their_weight(group, drop):
+def test_zero_grad_drops_the_weight_of_accumulated_gradients(group, drop):
     ddp, whole = wrapped(mlp, group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     ddp.weight = 3
-    for step in range(3):  # a bad batch, to be left out
+    for step in range(3):  # a bad batch that is dropped
         with ddp.no_sync():
             squares(ddp, share(batch(9, group.size()), group)).backward()
         DROPS[drop](ddp, optimizer)
@@ -382,7 +382,7 @@ def test_gradients_that_were_dropped_lose_their_weight(group, drop):
 
 
 @several
-def test_gradients_that_are_zero_by_themselves_keep_their_weight(group):
+def test_gradients_that_happen_to_be_zero_keep_their_weight(group):
     ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
     ddp.weight = 1
     with ddp.no_sync():
@@ -398,8 +398,8 @@ def test_gradients_that_are_zero_by_themselves_keep_their_weight(group):
     [(mlp, "uneven"), (mlp, "changing"), (partial(Words, sparse=True), "changing")],
     ids=["uneven", "changing", "sparse"],
 )
-def test_local_passes_are_added_to_reduced_gradients(group, make, shares):
-    """Nobody zeroes: the mean of what was accumulated comes on top of what was reduced before."""
+def test_no_sync_passes_on_top_of_reduced_gradients(group, make, shares):
+    """Without zero_grad, the mean of accumulated passes is added to reduced gradients."""
     ddp, whole = wrapped(make, group)
     for step in range(3):
         everything = []
@@ -414,8 +414,8 @@ def test_local_passes_are_added_to_reduced_gradients(group, make, shares):
 
 
 @over_groups(backends=("local",), sizes=(2,), timeout=20)
-def test_reduced_gradients_are_changed_after_a_local_pass(group):
-    """Which part of them is reduced already cannot be told any more."""
+def test_clipping_after_a_no_sync_pass_on_reduced_gradients_is_rejected(group):
+    """The reduced part of the gradients is no longer known."""
     ddp, _ = wrapped(mlp, group)
     ddp.weight = 3
     rows = share(batch(0, group.size()), group)
@@ -433,7 +433,7 @@ def test_reduced_gradients_are_changed_after_a_local_pass(group):
 
 @on_pairs
 @pytest.mark.parametrize("drop", DROPS)
-def test_a_first_local_pass_raised_on_reduced_gradients_that_were_then_dropped(group, drop):
+def test_zero_grad_after_a_failed_no_sync_pass_on_reduced_gradients(group, drop):
     ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     ddp.weight = 3
@@ -451,8 +451,8 @@ def test_a_first_local_pass_raised_on_reduced_gradients_that_were_then_dropped(g
 
 @on_pairs
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_one_of_two_optimizers_zeroes_its_gradients(group, set_to_none):
-    """What the other's parameters hold is not touched by it, and still counts."""
+def test_zero_grad_of_one_of_two_optimizers(group, set_to_none):
+    """Gradients of the other optimizer's parameters still count."""
     ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
     optimizer = torch.optim.SGD([ddp.module.weight], lr=0.1)
     ddp.weight = 3
@@ -474,7 +474,7 @@ EDITS = {
 
 @on_pairs
 @pytest.mark.parametrize("edit", EDITS)
-def test_gradients_are_zeroed_by_hand(group, edit):
+def test_gradients_zeroed_by_hand(group, edit):
     ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
     ddp.weight = 1
     with ddp.no_sync():

@@ -1,4 +1,4 @@
-"""Mixed precision: computed and reduced in small types, kept in full."""
+"""Mixed precision: low-precision compute and reduction, full-precision parameters."""
 
 import copy
 
@@ -18,7 +18,7 @@ LOW = torch.bfloat16
 
 
 class Layers(nn.Module):
-    """Three layers, which may be checkpointed, and of which the last need not be used."""
+    """Three layers, optionally checkpointed; the last one is optional."""
 
     def __init__(self, recompute=None):
         super().__init__()
@@ -42,7 +42,7 @@ class Layers(nn.Module):
 
 
 def gradients_of(whole, parts, used, weights):
-    """Tell what ranks have together: each computes in the small type, then they are averaged."""
+    """Return the expected gradients: computed in LOW per rank, averaged in float32."""
     total = [torch.zeros_like(p) for p in whole.parameters()]
     for rank, part in enumerate(parts):
         low = copy.deepcopy(whole).to(LOW)
@@ -61,9 +61,9 @@ RECOMPUTE = {"kept": None, "reentrant": True, "recomputed": False}
 @several
 @pytest.mark.parametrize("name", RECOMPUTE)
 @pytest.mark.parametrize("way", WAYS)
-def test_low_precision_with_everything_else(group, name, way):
+def test_mixed_precision_combined_with_other_features(group, name, way):
     recompute = RECOMPUTE[name]
-    turn = WAYS.index(way) + list(RECOMPUTE).index(name)  # each with each, in turns, is enough
+    turn = WAYS.index(way) + list(RECOMPUTE).index(name)  # alternate reduce_dtype over the cases
     reduce_dtype = torch.float32 if turn % 2 else None
     ddp, whole = wrapped(
         lambda: Layers(recompute),
@@ -81,12 +81,12 @@ def test_low_precision_with_everything_else(group, name, way):
         rows = batch(step, group.size())
         used = [way != "unused" or (step + rank) % 2 == 0 for rank in range(group.size())]
         if recompute is True:
-            rows.requires_grad_()  # the reentrant kind asks for an input that does
+            rows.requires_grad_()  # reentrant checkpointing needs an input that requires grad
         if way == "accumulated":
             with ddp.no_sync():
                 ddp(share(rows, group)).square().mean().backward()
         ddp(share(rows, group), both=used[group.rank()]).square().mean().backward()
-        if group.rank() == 0:  # and others have the same, as will be seen at the end
+        if group.rank() == 0:  # assert_in_sync() below covers the other ranks
             expected = gradients_of(whole, rows.detach().split(ROWS), used, weights)
             times = 2 if way == "accumulated" else 1
             for (name, p), wanted in zip(ddp.module.named_parameters(), expected, strict=True):
@@ -104,7 +104,7 @@ def test_low_precision_with_everything_else(group, name, way):
 
 
 @several
-def test_full_values_wherever_anybody_looks(group):
+def test_parameters_are_full_precision_outside_forward(group):
     ddp, _ = wrapped(mlp, group, mixed_precision=MixedPrecision(param_dtype=LOW))
     full = [p.detach().clone() for p in ddp.parameters()]
     rows = share(batch(0, group.size()), group)
@@ -123,10 +123,10 @@ def test_full_values_wherever_anybody_looks(group):
     output.sum().backward(retain_graph=True)
     assert_full()
     ddp.zero_grad()
-    output.sum().backward()  # again, through what the first forward pass has saved
+    output.sum().backward()  # again, with the tensors saved by the first forward
     assert_full()
     with pytest.raises(RuntimeError):
-        ddp(rows[:, :2])  # does not fit
+        ddp(rows[:, :2])  # wrong shape
     assert_full()
 
 
@@ -135,7 +135,7 @@ def fail(_):
 
 
 @several
-def test_full_values_after_a_backward_pass_that_raised(group):
+def test_parameters_are_full_precision_after_a_failed_backward(group):
     ddp, _ = wrapped(mlp, group, mixed_precision=MixedPrecision(param_dtype=LOW))
     handle = ddp.module[0].weight.register_hook(fail)
     with pytest.raises(ArithmeticError):
@@ -145,10 +145,10 @@ def test_full_values_after_a_backward_pass_that_raised(group):
 
 
 @several
-def test_old_gradients_in_full_precision_are_kept(group):
+def test_previous_grads_keep_full_precision(group):
     ddp, _ = wrapped(mlp, group, mixed_precision=MixedPrecision(LOW, torch.float32))
     rows = batch(0, group.size())
-    small = 1.0 + 2**-12  # is 1 in the small type
+    small = 1.0 + 2**-12  # rounds to 1 in LOW
     for p in ddp.parameters():
         p.grad = torch.full_like(p, small)
     (ddp(share(rows, group)).sum() * 0).backward()
@@ -157,7 +157,7 @@ def test_old_gradients_in_full_precision_are_kept(group):
 
 
 @several
-def test_buffers_and_what_is_ignored(group):
+def test_buffer_dtype_and_ignored_parameters(group):
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -190,7 +190,7 @@ def test_our_setting_is_kept_as_it_is(group):
 
 
 @several
-def test_torchs_setting_is_taken(group):
+def test_torchs_mixed_precision_config_is_accepted(group):
     from torch.nn.parallel.distributed import _MixedPrecision as Theirs
 
     ddp, _ = wrapped(mlp, group, mixed_precision=Theirs(param_dtype=LOW))
@@ -198,7 +198,7 @@ def test_torchs_setting_is_taken(group):
 
 
 @several
-def test_autocast_and_a_scaler(group):
+def test_autocast_with_a_grad_scaler(group):
     ddp, whole = wrapped(mlp, group)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -217,7 +217,7 @@ def test_autocast_and_a_scaler(group):
 
 
 @several
-def test_settings_that_are_refused(group):
+def test_bad_mixed_precision_is_rejected(group):
     for setting, error, told in (
         ("bf16", InvalidType, "MixedPrecision"),
         (MixedPrecision(torch.float64), InvalidArgument, "would be lost"),
@@ -234,7 +234,7 @@ def test_settings_that_are_refused(group):
 
 
 @several
-def test_a_type_that_the_group_cannot_add_up(group):
+def test_unsupported_reduce_dtype_is_rejected(group):
     with pytest.raises((ValueError, RuntimeError), match="float8"):
         DDP(
             mlp(),
@@ -243,12 +243,12 @@ def test_a_type_that_the_group_cannot_add_up(group):
         )
 
 
-# -- what else goes on in forward and backward -----------------------------------------------
+# -- interaction with forward and backward ---------------------------------------------------
 
 
 @several
-def test_a_parameter_of_two_modules(group):
-    """Whichever of them ends first, nobody is left with a copy."""
+def test_parameter_shared_by_two_ddp_modules(group):
+    """Neither module is left with the low-precision copy."""
     precision = MixedPrecision(LOW, torch.float32)
     first, second = seeded(lambda: nn.Linear(4, 4)), seeded(lambda: nn.Linear(4, 4), seed=1)
     second.weight = first.weight
@@ -264,7 +264,7 @@ def test_a_parameter_of_two_modules(group):
 
 
 class Product(nn.Module):
-    """Multiplies, so that autograd keeps the parameter as it is."""
+    """Uses torch.mm, for which autograd saves the parameter itself."""
 
     def __init__(self):
         super().__init__()
@@ -275,7 +275,7 @@ class Product(nn.Module):
 
 
 @several
-def test_whoever_asks_autograd_is_answered(group):
+def test_autograd_grad_and_multi_grad_hooks(group):
     seen = []
     for make in (mlp, Product):
         ddp, _ = wrapped(make, group, mixed_precision=MixedPrecision(LOW, torch.float32))
@@ -313,7 +313,7 @@ def test_recurrent_layers(group):
 
 
 @several
-def test_sparse_gradients_of_some_ranks(group):
+def test_sparse_gradients_on_some_ranks(group):
     class Words(nn.Module):
         def __init__(self):
             super().__init__()
@@ -332,7 +332,7 @@ def test_sparse_gradients_of_some_ranks(group):
 
 
 @several
-def test_backward_within_forward(group):
+def test_backward_inside_forward(group):
     class Inner(nn.Module):
         def __init__(self):
             super().__init__()
@@ -348,7 +348,7 @@ def test_backward_within_forward(group):
 
 
 @several
-def test_what_forward_writes_to_a_parameter_is_not_lost_in_silence(group):
+def test_parameter_written_in_forward_is_rejected(group):
     class Clamped(nn.Linear):
         def forward(self, rows):
             with torch.no_grad():
@@ -361,7 +361,7 @@ def test_what_forward_writes_to_a_parameter_is_not_lost_in_silence(group):
 
 
 @several
-def test_a_checkpoint_out_of_forward_is_in_full_precision(group):
+def test_state_dict_taken_in_forward_is_full_precision(group):
     ddp, _ = wrapped(mlp, group, mixed_precision=MixedPrecision(LOW))
     saved = []
     ddp.module[1].register_forward_hook(lambda *_: saved.append(ddp.state_dict()))
@@ -370,7 +370,7 @@ def test_a_checkpoint_out_of_forward_is_in_full_precision(group):
 
 
 @several
-def test_a_hook_may_write_to_parameters_while_others_are_reduced(group):
+def test_comm_hook_may_write_to_parameters(group):
     def stepping(state, bucket):
         with torch.no_grad():
             for parameter in bucket.parameters():
@@ -386,7 +386,7 @@ def test_a_hook_may_write_to_parameters_while_others_are_reduced(group):
 
 
 @several
-def test_weights_do_not_overflow_small_types(group):
+def test_loss_weights_do_not_overflow_low_precision(group):
     for hook in (None, allreduce_hook):
         for dtype in (torch.float16, LOW):
             ddp, _ = wrapped(

@@ -1,4 +1,4 @@
-"""Delayed gradients, hooks for buffers and the compiler, each with what else there is."""
+"""Delayed parameters, buffer hooks and torch.compile, combined with other features."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from .whole import TINY, assert_close, batch, over_cases, seeded, share
 
 
 class Counting(nn.Module):
-    """A network with a buffer, of which a layer is left out in some steps."""
+    """A network with a buffer and an optional layer."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Counting(nn.Module):
 
 
 def delayed(module):
-    """Tell what delays some gradients."""
+    """Return the constructor arguments that delay some gradients."""
     named = [(name, p) for name, p in module.named_parameters() if name != "last.weight"]
     return {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": module.first.weight}
 
@@ -37,11 +37,11 @@ def add_up(group, buffers):
 
 
 def special(feature, module, group, **options):
-    """Wrap a module with one of the features."""
+    """Wrap a module with the given feature."""
     if feature == "delay":
         return DDP(module, process_group=group, **delayed(module), **options)
     if feature == "compile":
-        torch._dynamo.reset()  # it gives up on a function that it has compiled too often
+        torch._dynamo.reset()  # avoid the recompile limit
         return DDP(torch.compile(module, backend="eager"), process_group=group, **options)
     ddp = DDP(module, process_group=group, **options)
     ddp._register_buffer_comm_hook(group, add_up)
@@ -60,7 +60,7 @@ HOOKS = {"allreduce": allreduce_hook, "bf16": bf16_compress_hook}
 
 
 def run(ddp, group):
-    """Train with accumulation, weights and unused layers; return all gradients of all steps."""
+    """Train with accumulation, weights and unused layers; return the gradients of all steps."""
     seen = []
     for step in range(4):
         rows = share(batch(step, group.size()), group)
@@ -75,7 +75,7 @@ def run(ddp, group):
 
 
 def check(feature, group, names):
-    """Compare a module that has a feature with one that has not."""
+    """Compare a DDP module that has the feature with one that does not."""
     for name in names:
         options, hook = SETTINGS.get(name, {}), HOOKS.get(name)
         pair = (
@@ -91,12 +91,12 @@ def check(feature, group, names):
 
 @over_cases("local-2", "shm-4", timeout=20)
 @pytest.mark.parametrize("feature", ["delay", "buffers"])
-def test_features_change_no_gradient_whatever_else_is_set(group, feature):
+def test_delay_and_buffer_hook_change_no_gradient(group, feature):
     check(feature, group, [*SETTINGS, *HOOKS])
 
 
 @pytest.mark.slow
 @over_groups(backends=("shm",), sizes=(2,), timeout=40, reuse=True)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of which the compiler asks
-def test_the_compiler_changes_no_gradient_whatever_else_is_set(group):
+def test_torch_compile_changes_no_gradient(group):
     check("compile", group, ["own", "low", "allreduce"])

@@ -1,4 +1,4 @@
-"""Accumulation: passes that stay local, and the one that reduces their sum."""
+"""Gradient accumulation with no_sync()."""
 
 from datetime import timedelta
 
@@ -24,7 +24,7 @@ from .whole import (
 
 @over_cases("local-1", "shm-2", "gloo-2", "local-4")
 @both_ways
-def test_the_first_pass_after_it_reduces_the_sum(group, keeps):
+def test_first_pass_after_no_sync_reduces_the_sum(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
     for step in range(6):
         with ddp.no_sync():
@@ -39,7 +39,7 @@ def test_the_first_pass_after_it_reduces_the_sum(group, keeps):
 
 
 @everywhere
-def test_gradients_stay_local_within_it(group):
+def test_gradients_stay_local_in_no_sync(group):
     ddp, whole = wrapped(mlp, group)
     for step in range(3):
         rows = share(batch(step, group.size()), group)
@@ -53,7 +53,7 @@ def test_gradients_stay_local_within_it(group):
 
 
 @everywhere
-def test_where_backward_is_called_counts_and_not_where_forward_is(group):
+def test_no_sync_applies_to_backward_not_forward(group):
     ddp, whole = wrapped(mlp, group)
     rows = batch(0, group.size())
     with ddp.no_sync():
@@ -73,7 +73,7 @@ def test_where_backward_is_called_counts_and_not_where_forward_is(group):
 
 
 @everywhere
-def test_it_may_be_nested_and_survives_an_error(group):
+def test_no_sync_nests_and_is_restored_after_an_error(group):
     ddp, _ = wrapped(mlp, group)
     with pytest.raises(ZeroDivisionError), ddp.no_sync():
         with ddp.no_sync():
@@ -85,7 +85,7 @@ def test_it_may_be_nested_and_survives_an_error(group):
 
 @everywhere
 @both_ways
-def test_a_parameter_is_used_in_local_passes_only(group, keeps):
+def test_parameter_used_only_in_no_sync_passes(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
     for step in range(3):
         rows = batch(step, group.size())
@@ -99,7 +99,7 @@ def test_a_parameter_is_used_in_local_passes_only(group, keeps):
 
 @everywhere
 @both_ways
-def test_sums(group, keeps):
+def test_sum_reduction_with_no_sync(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps, reduce="sum")
     for step in range(8):
         rows = batch(step, group.size())
@@ -118,7 +118,7 @@ def test_sums(group, keeps):
 
 
 @everywhere
-def test_passes_from_one_forward_within_it_and_after(group):
+def test_two_backwards_of_one_forward_inside_and_after_no_sync(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(4):
         rows = batch(step, group.size())
@@ -134,7 +134,7 @@ def test_passes_from_one_forward_within_it_and_after(group):
 
 
 def disagree(ddp, rows, rank):
-    """Keep a pass local on rank 0 that the others reduce, and go on."""
+    """Run a pass in no_sync() on rank 0 that the other ranks reduce."""
     for _ in range(3):
         if rank == 0:
             with ddp.no_sync():
@@ -144,7 +144,7 @@ def disagree(ddp, rows, rank):
 
 @over_cases("local-2", "shm-4", timeout=20, reuse=False)
 @pytest.mark.parametrize("warm", [0, 2])
-def test_ranks_that_disagree_are_told_at_once(group, warm):
+def test_no_sync_mismatch_is_raised_at_once(group, warm):
     ddp, _ = wrapped(mlp, group, bucket_cap_mb=TINY)
     rows = share(batch(0, group.size()), group)
     for _ in range(warm):
@@ -158,7 +158,7 @@ def test_ranks_that_disagree_are_told_at_once(group, warm):
 
 @over_groups(backends=("gloo",), sizes=(2, 4), timeout=20)
 @pytest.mark.parametrize("warm", [0, 2])
-def test_ranks_that_disagree_on_gloo_are_told_by_the_next_pass(group, warm):
+def test_no_sync_mismatch_on_gloo_is_raised_by_the_next_pass(group, warm):
     ddp, _ = wrapped(mlp, group)
     rows = share(batch(0, group.size()), group)
     for _ in range(warm):
@@ -168,7 +168,7 @@ def test_ranks_that_disagree_on_gloo_are_told_by_the_next_pass(group, warm):
 
 
 @over_groups(backends=("gloo",), sizes=(2,), timeout=20)
-def test_a_rank_that_stays_local_for_ever_is_named_at_the_deadline_on_gloo(group):
+def test_rank_that_never_syncs_is_named_at_the_timeout_on_gloo(group):
     ddp, _ = wrapped(mlp, group)
     rows = share(batch(0, group.size()), group)
     squares(ddp, rows).backward()

@@ -1,4 +1,4 @@
-"""Optimizers in backward that step a bucket when it is reduced, because the graph never changes."""
+"""With static_graph=True an optimizer in backward steps each bucket once it is reduced."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def parameters_of(optimizer):
 
 
 def watch(optimizers, seen):
-    """Have optimizers call `seen` with the parameters that they are about to step."""
+    """Make optimizers call `seen` with the parameters they are about to step."""
     for optimizer in optimizers:
 
         def step(optimizer=optimizer, inner=optimizer.step):
@@ -46,8 +46,8 @@ def watch(optimizers, seen):
 
 @several
 @both_kinds
-def test_a_bucket_is_stepped_while_others_are_on_their_way(group, how):
-    """The last bucket is not reduced before the first has been stepped: so that has to come."""
+def test_bucket_is_stepped_while_others_are_in_flight(group, how):
+    """The hook holds back the last bucket until the first one has been stepped."""
     ddp, optimizers = how(group, torch.optim.SGD, {"lr": 0.1}, static_graph=True)
     stepped, held = [], []
 
@@ -82,8 +82,8 @@ WAYS = ["plain", "accumulated", "copies", "sum", "weighted", "joined"]
 
 @several
 @pytest.mark.parametrize("way", WAYS)
-def test_parameters_are_those_of_steps_at_the_end(group, way):
-    turn = WAYS.index(way) + (group.size() == 4)  # each with each, in turns, is enough
+def test_same_parameters_as_stepping_after_backward(group, way):
+    turn = WAYS.index(way) + (group.size() == 4)  # alternate optimizers over the cases
     how, kind = (fused, applied)[turn % 2], KINDS[turn // 2 % 2]
     flags = {"gradient_as_bucket_view": way != "copies"}
     flags["reduce"] = "sum" if way == "sum" else "mean"
@@ -104,7 +104,7 @@ def test_parameters_are_those_of_steps_at_the_end(group, way):
 
 
 class Halving(torch.optim.SGD):
-    """Looks at all gradients before it steps."""
+    """Reads all gradients before it steps."""
 
     def step(self):
         gradients = [p.grad for p in parameters_of(self) if p.grad is not None]
@@ -114,7 +114,7 @@ class Halving(torch.optim.SGD):
 
 @several
 @pytest.mark.parametrize("by", ["a hook", "a class of one's own"])
-def test_what_may_look_at_all_gradients_is_asked_once(group, by):
+def test_optimizer_that_reads_all_gradients_steps_once(group, by):
     kind = torch.optim.SGD if by == "a hook" else Halving
     ddp, (optimizer,) = fused(group, kind, {"lr": 0.1}, static_graph=True)
     stepped = []
@@ -127,7 +127,7 @@ def test_what_may_look_at_all_gradients_is_asked_once(group, by):
 
 
 @several
-def test_a_graph_that_changes_after_all_is_an_error_on_every_rank(group):
+def test_changed_static_graph_is_an_error_on_every_rank(group):
     ddp = DDP(seeded(Layers), process_group=group, bucket_cap_mb=TINY, static_graph=True)
     ddp._register_fused_optim(torch.optim.SGD, lr=0.1)
     rows = share(batch(0, group.size()), group)
@@ -140,7 +140,7 @@ def test_a_graph_that_changes_after_all_is_an_error_on_every_rank(group):
 
 
 class Optional(torch.nn.Module):
-    """Has a layer that some ranks do not use."""
+    """Has an optional layer."""
 
     def __init__(self):
         super().__init__()
@@ -152,8 +152,8 @@ class Optional(torch.nn.Module):
 
 
 @several
-def test_ranks_may_lack_what_others_have(group):
-    """Who has no gradient does not know whether others do, and steps that bucket at the end."""
+def test_parameter_unused_on_some_ranks(group):
+    """A rank without a gradient steps that bucket at the end of backward."""
     options = {"process_group": group, "bucket_cap_mb": TINY}
     both = [DDP(seeded(Optional), static_graph=static, **options) for static in (True, False)]
     for ddp in both:

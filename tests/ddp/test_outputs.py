@@ -1,4 +1,4 @@
-"""Whatever a module returns, in part or whole."""
+"""Module outputs of any structure, used in part or in full."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ class Result:
 
 
 class ModelOutput(collections.OrderedDict):
-    """As in libraries of transformers: a mapping whose entries are attributes, too."""
+    """Like ModelOutput of Hugging Face transformers: a mapping with attribute access."""
 
     def __getattr__(self, name):
         return self[name]
@@ -28,7 +28,7 @@ Pair = collections.namedtuple("Pair", "first second")
 
 
 class Plain:
-    """An object of which nothing is known."""
+    """An opaque object."""
 
     def __init__(self, first, second):
         self.first, self.second = first, second
@@ -49,7 +49,7 @@ SHAPES = {
 
 
 class Outputs(nn.Module):
-    """Returns two tensors, packed somehow."""
+    """Returns two tensors in the given structure."""
 
     def __init__(self, shape):
         super().__init__()
@@ -63,7 +63,7 @@ class Outputs(nn.Module):
 
 @everywhere
 @pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_of_any_shape_in_part_or_whole(group, shape):
+def test_outputs_of_any_structure_used_in_part_or_in_full(group, shape):
     def loss(module, rows, step, rank):
         a, b = SHAPES[shape][1](module(rows))
         parts = [a.square().mean(), b.mean()]
@@ -73,9 +73,9 @@ def test_outputs_of_any_shape_in_part_or_whole(group, shape):
 
 
 @everywhere
-def test_outputs_are_ignored_and_changed_in_place(group):
+def test_ignored_and_modified_outputs(group):
     def loss(module, rows, step, rank):
-        module(rows)  # nobody looks at it
+        module(rows)  # output unused
         output = module(rows).view(-1)
         output += 1
         output[:2] *= 3
@@ -86,7 +86,7 @@ def test_outputs_are_ignored_and_changed_in_place(group):
 
 
 @everywhere
-def test_an_output_is_a_parameter_itself(group):
+def test_output_that_is_a_parameter(group):
     class Bare(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Proof that ranks agree, and what a step cost."""
+"""Consistency checks of parameters across ranks, and step statistics."""
 
 import pytest
 import torch
@@ -22,20 +22,20 @@ from .whole import (
 
 
 def spoil(module, rank):
-    """Change one bit of one parameter on one rank."""
+    """Flip one bit of a parameter on rank 1."""
     with torch.no_grad():
         module[2].weight.view(torch.int32).view(-1)[-1 if rank == 1 else 0] ^= rank == 1
 
 
 @everywhere
-def test_ranks_agree(group):
+def test_assert_in_sync_passes_when_ranks_agree(group):
     ddp, _ = wrapped(mlp, group)
     ddp.assert_in_sync()
     DDP(Mixed(), process_group=group).assert_in_sync()
 
 
 @on_every_backend
-def test_the_first_parameter_that_differs_is_named(group):
+def test_first_differing_parameter_is_named(group):
     ddp, _ = wrapped(mlp, group)
     spoil(ddp.module, group.rank())
     with pytest.raises(RankMismatch, match=r"'2.weight' differs: rank 1 and rank 0 have"):
@@ -48,7 +48,7 @@ def test_the_first_parameter_that_differs_is_named(group):
 
 @on_every_backend
 @pytest.mark.parametrize("local", [0, 1], ids=["plain", "accumulating"])
-def test_values_are_compared_every_few_steps(group, local):
+def test_check_sync_every_compares_at_that_interval(group, local):
     ddp, _ = wrapped(mlp, group, check_sync_every=2)
     rows = share(batch(0, group.size()), group)
 
@@ -62,13 +62,13 @@ def test_values_are_compared_every_few_steps(group, local):
     for _ in range(4):
         step()
     spoil(ddp.module, group.rank())
-    step()  # the fifth is not looked at
+    step()  # the fifth step is not checked
     with pytest.raises(RankMismatch, match="'2.weight' differs: rank 1 and rank 0 have"):
         step()
 
 
 @everywhere
-def test_comparing_costs_no_collective_while_ranks_agree(group):
+def test_sync_check_adds_no_collective_while_ranks_agree(group):
     ddp, _ = wrapped(mlp, group, check_sync_every=1)
     rows = share(batch(0, group.size()), group)
     for _ in range(3):
@@ -82,7 +82,7 @@ def test_comparing_costs_no_collective_while_ranks_agree(group):
 
 
 @over_cases("local-1", "shm-2", "gloo-2", "local-4")
-def test_what_steps_cost(group):
+def test_step_stats(group):
     ddp, _ = wrapped(mlp, group, bucket_cap_mb=TINY)
     assert ddp.stats() == []
     for step in range(5):
@@ -101,7 +101,7 @@ def test_what_steps_cost(group):
 
 
 @over_groups(backends=("local", "shm"), sizes=(2,), reuse=True)
-def test_the_slow_rank_is_seen(group):
+def test_slowest_rank_is_reported(group):
     import time
 
     ddp, _ = wrapped(mlp, group)
@@ -124,7 +124,7 @@ def test_the_slow_rank_is_seen(group):
 
 
 @over_groups(backends=("local",), sizes=(1,), reuse=True)
-def test_only_the_last_steps_are_kept(group):
+def test_stats_keep_the_last_128_steps(group):
     ddp, _ = wrapped(mlp, group)
     for _ in range(140):
         squares(ddp, torch.ones(1, 5)).backward()

@@ -30,7 +30,7 @@ from .whole import (
 
 
 class Mixed(nn.Module):
-    """Parameters of many types, one of them without elements."""
+    """Parameters of many dtypes, one of them empty."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Mixed(nn.Module):
 
 
 @over_cases("local-1", "shm-2", "gloo-2", "local-4")
-def test_types_are_mixed(group):
+def test_mixed_dtypes(group):
     ddp, whole = wrapped(Mixed, group)
     for step in range(3):
         rows = batch(step, group.size())
@@ -67,7 +67,7 @@ def test_types_are_mixed(group):
 
 
 class Empty(nn.Module):
-    """A parameter without elements, alone or beside another, perhaps of another type."""
+    """An empty parameter, alone or beside another one."""
 
     def __init__(self, dtype, beside):
         super().__init__()
@@ -79,7 +79,7 @@ class Empty(nn.Module):
 
 
 @everywhere
-def test_parameters_without_elements(group):
+def test_empty_parameters(group):
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
         for beside, cap in ((False, 25), (True, 25), (True, TINY)):
             ddp, whole = wrapped(partial(Empty, dtype, beside), group, bucket_cap_mb=cap)
@@ -109,7 +109,7 @@ def test_complex_parameters(group, reduce, keeps):
 
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16], ids=str)
-def test_no_parameter_has_a_type_that_counts_travel_in(group, dtype):
+def test_no_parameter_has_the_header_dtype(group, dtype):
     module = nn.Module()
     module.used, module.unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
     module.forward = lambda n: (module.used * n).abs().sum()
@@ -123,7 +123,7 @@ def test_no_parameter_has_a_type_that_counts_travel_in(group, dtype):
 
 
 class Words(nn.Module):
-    """Embeddings with sparse gradients before something dense."""
+    """An embedding with sparse gradients and a dense head."""
 
     def __init__(self, kind=nn.Embedding, **options):
         super().__init__()
@@ -141,7 +141,7 @@ def ids(step, group):
 
 @over_cases("local-1", "shm-2", "gloo-2", "local-4")
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag], ids=lambda kind: kind.__name__)
-def test_gradients_are_sparse(group, kind):
+def test_sparse_gradients_of_embeddings(group, kind):
     keeps = kind is nn.Embedding
     ddp, whole = wrapped(lambda: Words(kind), group, gradient_as_bucket_view=keeps)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, whole)]
@@ -159,7 +159,7 @@ def test_gradients_are_sparse(group, kind):
 
 
 @everywhere
-def test_sparse_gradients_with_an_optimizer_for_them(group):
+def test_sparse_gradients_with_sparse_adam(group):
     ddp, whole = wrapped(Words, group)
     optimizers = [
         (torch.optim.SparseAdam([m.words.weight]), torch.optim.Adam(m.head.parameters()))
@@ -178,7 +178,7 @@ def test_sparse_gradients_with_an_optimizer_for_them(group):
 
 @everywhere
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-def test_sparse_gradients_are_accumulated_without_synchronising(group, reduce):
+def test_sparse_gradients_accumulate_in_no_sync(group, reduce):
     ddp, whole = wrapped(Words, group, reduce=reduce)
     factor = group.size() if reduce == "sum" else 1
     with ddp.no_sync():
@@ -190,7 +190,7 @@ def test_sparse_gradients_are_accumulated_without_synchronising(group, reduce):
 
 
 @everywhere
-def test_sparse_gradients_by_weight_and_unused_on_some_ranks(group):
+def test_weighted_sparse_gradients_unused_on_some_ranks(group):
     def loss(module, rows, rank):
         return module(rows).square().mean() if rank != 1 else module(rows, words=False).sum()
 
@@ -206,7 +206,7 @@ def test_sparse_gradients_by_weight_and_unused_on_some_ranks(group):
 
 
 @everywhere
-def test_sparse_gradients_are_unused_everywhere_in_some_steps(group):
+def test_sparse_parameter_unused_on_all_ranks_in_some_steps(group):
     def loss(module, ids, step=0, rank=0):
         return module(ids, words=step % 3 == 1).square().mean()
 
@@ -220,7 +220,7 @@ def test_sparse_gradients_are_unused_everywhere_in_some_steps(group):
 
 
 class Functional(nn.Module):
-    """A sparse gradient that no layer tells of."""
+    """Produces a sparse gradient without an embedding layer."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +231,7 @@ class Functional(nn.Module):
 
 
 @everywhere
-def test_a_sparse_gradient_that_no_layer_tells_of(group):
+def test_sparse_gradient_from_a_functional_embedding(group):
     ddp, whole = wrapped(Functional, group)
     for step in range(3):
         everything = ids(step, group)
@@ -241,7 +241,7 @@ def test_a_sparse_gradient_that_no_layer_tells_of(group):
 
 
 class Tied(nn.Module):
-    """One weight in two layers, of which one may make sparse gradients."""
+    """One weight shared by two layers, one of which may produce sparse gradients."""
 
     def __init__(self, sparse=False, head_first=False):
         super().__init__()
@@ -260,7 +260,7 @@ class Tied(nn.Module):
 @everywhere
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("head_first", [False, True], ids=["words", "head"])
-def test_weights_are_tied(group, sparse, head_first):
+def test_tied_weights(group, sparse, head_first):
     ddp, whole = wrapped(lambda: Tied(sparse, head_first), group)
     for step in range(3):
         everything = ids(step, group)
@@ -270,7 +270,7 @@ def test_weights_are_tied(group, sparse, head_first):
 
 
 @everywhere
-def test_a_module_is_part_of_two(group):
+def test_module_shared_by_two_parents(group):
     def make():
         layer = nn.Linear(5, 5)
         return nn.Sequential(layer, nn.Sequential(nn.Tanh(), layer), nn.Linear(5, 2))
@@ -279,7 +279,7 @@ def test_a_module_is_part_of_two(group):
 
 
 class Conv(nn.Sequential):
-    """Convolutions whose weights lie in memory as images of channels last."""
+    """Convolutions with channels-last weights."""
 
     def __init__(self):
         super().__init__(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3, groups=2))
@@ -300,7 +300,7 @@ def test_channels_last(group, keeps):
 
 
 @everywhere
-def test_a_transposed_parameter(group):
+def test_transposed_and_strided_parameters(group):
     class Transposed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -315,7 +315,7 @@ def test_a_transposed_parameter(group):
 
 @everywhere
 @both_ways
-def test_parameters_are_frozen_and_unfrozen_between_steps(group, keeps):
+def test_freezing_and_unfreezing_between_steps(group, keeps):
     def loss(module, rows, step, rank):
         inner = module.module if isinstance(module, DDP) else module
         inner[0].requires_grad_(step % 3 == 1)
@@ -333,7 +333,7 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(group, keeps):
 
 
 @everywhere
-def test_everything_is_frozen_in_some_steps(group):
+def test_all_parameters_frozen_in_some_steps(group):
     ddp, whole = wrapped(mlp, group)
     for step in range(6):
         for module in (ddp.module, whole):
@@ -346,7 +346,7 @@ def test_everything_is_frozen_in_some_steps(group):
 
 
 @everywhere
-def test_a_module_changes_its_layout_after_it_was_wrapped(group):
+def test_memory_format_changed_after_wrapping(group):
     ddp, whole = wrapped(Conv, group)
     for step in range(5):
         layout = torch.contiguous_format if step > 2 else torch.channels_last

@@ -1,4 +1,4 @@
-"""What really is wrong raises on every rank, and names the parameters."""
+"""Differences between ranks raise on every rank and name the parameters."""
 
 from datetime import timedelta
 
@@ -59,7 +59,7 @@ OTHERS = {
 
 @several
 @pytest.mark.parametrize("other", OTHERS)
-def test_ranks_have_different_modules(group, other):
+def test_different_modules_are_rejected(group, other):
     make, told = OTHERS[other]
     module = make() if group.rank() == 1 else mlp()
     with pytest.raises(RankMismatch, match=told) as caught:
@@ -68,7 +68,7 @@ def test_ranks_have_different_modules(group, other):
 
 
 @over_cases("local-2", "shm-4", timeout=20, reuse=False)
-def test_a_parameter_is_unfrozen_on_one_rank_only(group):
+def test_parameter_unfrozen_on_one_rank_only(group):
     ddp, _ = wrapped(frozen, group)
     rows = share(batch(0, group.size()), group)
     squares(ddp, rows).backward()
@@ -109,7 +109,7 @@ def test_parameters_are_verified_once_when_one_is_unfrozen(group):
 
 
 @over_cases("local-2", "shm-4", "gloo-2", timeout=20, reuse=False)
-def test_a_rank_never_calls_backward(group):
+def test_rank_that_skips_backward_is_named_at_the_timeout(group):
     ddp, _ = wrapped(mlp, group)
     rows = share(batch(0, group.size()), group)
     for _ in range(2):
@@ -131,7 +131,7 @@ def test_a_rank_never_calls_backward(group):
 
 
 @over_groups(backends=("shm",), sizes=(2, 4), timeout=20)
-def test_a_rank_ends_instead_of_calling_backward(group):
+def test_rank_that_shuts_down_before_backward_is_named(group):
     ddp, _ = wrapped(mlp, group)
     rows = share(batch(0, group.size()), group)
     squares(ddp, rows).backward()
@@ -143,7 +143,7 @@ def test_a_rank_ends_instead_of_calling_backward(group):
 
 
 @over_cases("local-2", "shm-4", timeout=20, reuse=False)
-def test_a_rank_leaves_and_the_mean_is_over_the_rest(group):
+def test_mean_is_over_the_remaining_ranks_after_a_leave(group):
     ddp, whole = wrapped(mlp, group)
     rows = batch(0, group.size())
     squares(ddp, share(rows, group)).backward()
@@ -158,7 +158,7 @@ def test_a_rank_leaves_and_the_mean_is_over_the_rest(group):
 
 
 @over_groups(backends=("gloo", "shm", "local"), sizes=(2,), timeout=20)
-def test_a_rank_makes_another_call_of_the_same_kind(group):
+def test_unrelated_allreduce_of_the_same_size_is_detected(group):
     ddp, _ = wrapped(mlp, group)
     rows = share(batch(0, group.size()), group)
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_a_rank_makes_another_call_of_the_same_kind(group):
 
 
 @everywhere
-def test_a_module_that_is_frozen_on_one_rank_is_refused_by_all(group):
+def test_module_frozen_on_one_rank_is_rejected_on_all(group):
     module = nn.Linear(5, 5)
     if group.rank() == group.size() - 1:
         module.requires_grad_(False)

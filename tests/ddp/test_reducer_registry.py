@@ -1,4 +1,4 @@
-"""Two wrapped modules on one group."""
+"""Two DDP modules on one group."""
 
 from torch import nn
 
@@ -6,19 +6,19 @@ from .whole import ROWS, TINY, assert_same_gradients, batch, everywhere, share, 
 
 
 def in_turn(first, second, rows, *, swapped):
-    """Tell a loss that reaches both modules, the second or the first of them first."""
+    """Return a loss through both modules, in either order."""
     pair = (second, first) if swapped else (first, second)
     return pair[1](pair[0](rows).tanh()).square().mean()
 
 
 @everywhere
-def test_ranks_reach_two_modules_in_different_order(group):
-    """Buckets are of the same size: were one reduced with another's, nobody would notice."""
+def test_ranks_use_two_modules_in_different_order(group):
+    """Buckets have equal sizes, so a mix-up would not raise by itself."""
     first, whole_first = wrapped(lambda: nn.Linear(5, 5), group, bucket_cap_mb=TINY)
     second, whole_second = wrapped(lambda: nn.Linear(5, 5), group, bucket_cap_mb=TINY)
     for step in range(6):
         rows = batch(step, group.size())
-        alone = step in (2, 3)  # the two have not met in the graph that was learnt
+        alone = step in (2, 3)  # same order on all ranks
         swapped = bool(group.rank() % 2) and not alone
         in_turn(first, second, share(rows, group), swapped=swapped).backward()
         losses = [
@@ -33,7 +33,7 @@ def test_ranks_reach_two_modules_in_different_order(group):
 
 
 @everywhere
-def test_two_modules_meet_after_they_have_been_alone(group):
+def test_modules_share_a_backward_after_separate_ones(group):
     first, whole_first = wrapped(lambda: nn.Linear(5, 5), group, bucket_cap_mb=TINY)
     second, whole_second = wrapped(lambda: nn.Linear(5, 5), group, bucket_cap_mb=TINY)
     pairs = ((first, whole_first), (second, whole_second))
@@ -56,7 +56,7 @@ def test_two_modules_meet_after_they_have_been_alone(group):
 
 
 @everywhere
-def test_a_module_alone_launches_early_beside_another_that_is_idle(group):
+def test_idle_module_does_not_prevent_early_launch(group):
     ddp, _ = wrapped(lambda: nn.Linear(5, 5), group, bucket_cap_mb=TINY)
     idle, _ = wrapped(lambda: nn.Linear(5, 5), group, bucket_cap_mb=TINY)
     rows = share(batch(0, group.size()), group)
@@ -64,7 +64,7 @@ def test_a_module_alone_launches_early_beside_another_that_is_idle(group):
     for _ in range(4):
         loss = ddp(rows).square().mean()
         under_way = []
-        # The first gradient to come is the bias's; when that of the weight comes it has been sent.
+        # The bias gradient is ready first; its bucket is launched before the weight's gradient.
         handle = ddp.module.weight.register_hook(
             lambda _, seen=under_way: seen.append(len(ddp.reducer._in_flight._works))
         )

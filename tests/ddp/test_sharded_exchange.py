@@ -1,4 +1,4 @@
-"""Where a sharded optimizer has the parameters: one copy in shared memory, or each rank its own."""
+"""Parameter placement of a sharded optimizer: shared memory, or one copy per rank."""
 
 import gc
 import warnings
@@ -16,7 +16,7 @@ from .whole import batch, on_pairs, seeded
 
 
 @over_groups(backends=("shm",), sizes=(2, 4), reuse=True)
-def test_in_shared_memory_there_is_one_copy_and_nothing_is_sent(group):
+def test_shared_memory_holds_one_copy_and_needs_no_broadcast(group):
     pair = Pair(group)
     assert [type(each) for each in pair.sharded._exchanges] == [SharedParameters]
     before, _ = last_call(group)
@@ -39,7 +39,7 @@ def last_call(group):
 
 
 class Witness(torch.optim.SGD):
-    """Notes which collectives there had been when it wrote."""
+    """Records the last collective before it writes."""
 
     def step(self):
         group = self.param_groups[0]["witness"]
@@ -48,7 +48,7 @@ class Witness(torch.optim.SGD):
 
 
 @over_groups(backends=("shm",), sizes=(2,), reuse=True)
-def test_ranks_meet_before_parameters_are_written_and_after(group):
+def test_barriers_before_and_after_parameters_are_written(group):
     module = seeded(wide)
     groups = [{"params": module.parameters(), "witness": group}]
     optimizer = ShardedOptimizer(groups, Witness, process_group=group, lr=0.1)
@@ -60,7 +60,7 @@ def test_ranks_meet_before_parameters_are_written_and_after(group):
 
 
 @over_groups(backends=("shm",), sizes=(2,), reuse=True)
-def test_autograd_knows_that_others_have_written(group):
+def test_writes_by_other_ranks_bump_the_version_counter(group):
     module = seeded(wide)
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
     loss = module(torch.ones(2, 5)).square().sum()
@@ -72,11 +72,11 @@ def test_autograd_knows_that_others_have_written(group):
 
 
 @over_groups(backends=("shm",), sizes=(2,), reuse=True)
-def test_shared_memory_is_given_back(group):
+def test_shared_memory_is_freed(group):
     slab = group._engine._slab
     module = seeded(lambda: nn.Linear(1000, 100))
     pair = [ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group)]
-    kept = module.weight.data  # outlives both, wherever its owner is
+    kept = module.weight.data  # outlives the module and the optimizer
     kept.fill_(3.0)
     held = [len(slab._shared)]
     del module, pair
@@ -96,7 +96,7 @@ def test_shared_memory_is_given_back(group):
 
 
 @on_pairs
-def test_parameters_that_are_given_other_memory_are_found_again(group):
+def test_parameters_with_new_storage_are_tracked(group):
     pair = Pair(group)
     pair.step()
     for module in (pair.module, pair.whole):
@@ -116,7 +116,7 @@ def test_parameters_that_are_given_other_memory_are_found_again(group):
 
 
 @on_pairs
-def test_memory_that_belongs_to_something_else_too_stays_where_it_is(group):
+def test_aliased_storage_is_not_moved(group):
     def tied():
         module = nn.Linear(4, 4, bias=False)
         module.twin = nn.Parameter(module.weight.data)
@@ -138,9 +138,9 @@ def test_memory_that_belongs_to_something_else_too_stays_where_it_is(group):
 
 
 @on_pairs
-def test_what_cannot_be_moved_on_one_rank_is_moved_on_none(group):
+def test_storage_that_one_rank_cannot_move_stays_on_all(group):
     module, whole = seeded(wide), seeded(wide)
-    if group.rank() == 1:  # as if it had been loaded as a part of something
+    if group.rank() == 1:  # a view of a larger storage
         module[0].weight.data = torch.zeros(100)[:80].view(16, 5)
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
     plain = torch.optim.SGD(whole.parameters(), lr=0.1)
@@ -153,7 +153,7 @@ def test_what_cannot_be_moved_on_one_rank_is_moved_on_none(group):
 
 
 @on_pairs
-def test_when_the_optimizer_goes_each_rank_has_its_own_copy_again(group):
+def test_parameters_are_private_again_after_the_optimizer_is_deleted(group):
     pair = Pair(group)
     pair.step()
     del pair.sharded, pair.both
@@ -178,7 +178,7 @@ def test_parameters_outlive_the_group(group):
 
 
 @on_pairs
-def test_the_module_may_be_wrapped_later(group):
+def test_module_can_be_wrapped_after_the_optimizer_is_made(group):
     pair = Pair(group)
     pair.model = DDP(pair.module, process_group=group)
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_the_module_may_be_wrapped_later(group):
 
 
 @over_groups(backends=("shm",), sizes=(2,), reuse=True)
-def test_where_there_is_no_shared_memory_left_parameters_are_sent(group):
+def test_falls_back_to_broadcast_without_shared_memory(group):
     slab = group._engine._slab
     free = slab._free
     slab._collect()

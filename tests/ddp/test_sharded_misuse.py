@@ -1,4 +1,4 @@
-"""A sharded optimizer that cannot be made or used so says why."""
+"""Errors of the sharded optimizer."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ SGD = torch.optim.SGD
 
 
 @on_pairs
-def test_bad_arguments(group):
+def test_bad_arguments_are_rejected(group):
     module = nn.Linear(3, 2)
     for params, kind, told in (
         ([], errors.InvalidArgument, "empty parameter list"),
@@ -52,7 +52,7 @@ def test_bad_arguments(group):
 
 
 @on_pairs
-def test_bad_groups(group):
+def test_bad_groups_are_rejected(group):
     module = nn.Linear(3, 2)
     with pytest.raises(errors.InvalidArgument, match="this rank is not in the process group"):
         ShardedOptimizer(module.parameters(), SGD, process_group=dist.GroupMember.NON_GROUP_MEMBER)
@@ -77,7 +77,7 @@ def test_a_group_that_is_refused_leaves_nothing_behind(group):
 
 
 @over_groups(backends=("local", "shm", "gloo"), sizes=(2,), reuse=True)
-def test_ranks_with_other_parameters_are_told_which(group):
+def test_parameter_mismatch_between_ranks_is_named(group):
     wide = 3 + group.rank()
     for params, told in (
         (nn.Linear(wide, 2).parameters(), r"'0 of group 0: float32\[2, 3\]'"),
@@ -92,7 +92,7 @@ def test_ranks_with_other_parameters_are_told_which(group):
 
 
 @on_pairs
-def test_ranks_whose_parameters_overlap_in_different_ways(group):
+def test_different_aliasing_between_ranks_is_rejected(group):
     memory = torch.zeros(8)
     first, second = memory[:4], memory[4:].clone()
     if group.rank():
@@ -102,7 +102,7 @@ def test_ranks_whose_parameters_overlap_in_different_ways(group):
 
 
 @on_pairs
-def test_bad_states(group):
+def test_bad_state_dicts_are_rejected(group):
     pair = Pair(group)
     for state, told in (
         ({}, "'state' and 'param_groups'"),
@@ -120,7 +120,7 @@ def test_bad_states(group):
 
 
 @over_groups(backends=("local", "shm"), sizes=(3,))
-def test_a_share_whose_owner_has_left_is_missed(group):
+def test_departed_shard_owner_is_named(group):
     pair = Pair(group)
     pair.step()
     if group.rank() == 2:
@@ -133,7 +133,7 @@ def test_a_share_whose_owner_has_left_is_missed(group):
 
 
 class Fragile(SGD):
-    """Does not step where it was told not to."""
+    """Raises where weight_decay is set."""
 
     def step(self):
         if self.param_groups[0]["weight_decay"]:
@@ -142,7 +142,7 @@ class Fragile(SGD):
 
 
 @over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=30)
-def test_a_step_that_raises_on_one_rank_is_told_to_all(group):
+def test_step_failure_on_one_rank_is_raised_on_all(group):
     module = nn.Linear(8, 8)
     sharded = ShardedOptimizer(module.parameters(), Fragile, process_group=group, lr=0.1)
     module(torch.ones(1, 8)).sum().backward()
@@ -159,7 +159,7 @@ def test_a_step_that_raises_on_one_rank_is_told_to_all(group):
 
 
 def lose_an_owner(ctx, backend):
-    """Go on with those that are left, from a state that was saved before."""
+    """Lose rank 1, then continue on the remaining ranks from a saved state."""
     group = ctx.group(backend, timeout=timedelta(seconds=60))
     pair = Pair(group)
     pair.step()
@@ -184,11 +184,11 @@ def lose_an_owner(ctx, backend):
 
 
 DEATHS = {
-    "shm": Fault("barrier:before", kill(), rank=1, nth=6),  # it has stepped, but not said so
-    "gloo": Fault("broadcast:issued", kill(), rank=1, nth=11),  # after 6, and 3 for the state
+    "shm": Fault("barrier:before", kill(), rank=1, nth=6),  # stepped, barrier not reached
+    "gloo": Fault("broadcast:issued", kill(), rank=1, nth=11),  # 6 for steps, 3 for the state
 }
 
 
 @pytest.mark.parametrize("backend", DEATHS)
-def test_an_owner_that_dies_is_named_and_the_rest_start_over(ranks, backend):
+def test_dead_shard_owner_is_named_and_the_rest_recover(ranks, backend):
     ranks.run(lose_an_owner, 3, args=(backend,), faults=[DEATHS[backend]], timeout=60)

@@ -1,4 +1,4 @@
-"""The sharded optimizer takes the plain one's steps, to the last bit."""
+"""The sharded optimizer matches the plain one bit for bit."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ on_gloo_too = over_groups(backends=("local", "shm", "gloo"), sizes=(2,), reuse=T
 
 
 @everywhere
-def test_the_steps_of_the_plain_optimizer(group):
+def test_same_steps_as_the_plain_optimizer(group):
     for kind in KINDS:
         for ddp in (False, True):
             pair = Pair(group, kind, ddp=ddp)
@@ -25,7 +25,7 @@ def test_the_steps_of_the_plain_optimizer(group):
 
 
 @on_gloo_too
-def test_over_gloo_and_without_sharing(group):
+def test_broadcast_exchange_on_every_backend(group):
     for kind in KINDS:
         pair = Pair(group, kind, ddp=True, share_parameters=False)
         assert [type(each) for each in pair.sharded._exchanges] == [BroadcastParameters]
@@ -34,7 +34,7 @@ def test_over_gloo_and_without_sharing(group):
 
 
 @everywhere
-def test_each_rank_keeps_the_state_of_its_share_only(group):
+def test_each_rank_holds_the_state_of_its_shard_only(group):
     pair = Pair(group)
     pair.step()
     sizes = [p.nbytes for p in pair.module.parameters()]
@@ -44,7 +44,7 @@ def test_each_rank_keeps_the_state_of_its_share_only(group):
     assert set(pair.sharded.state) == set(mine)
 
 
-def test_shares_are_balanced_and_the_same_everywhere():
+def test_balance_by_size():
     loads = [0] * 3
     assert balance_by_size([9, 1, 5, 5, 4, 0], loads) == [0, 2, 1, 2, 1, 2]
     assert loads == [9, 9, 6]
@@ -53,7 +53,7 @@ def test_shares_are_balanced_and_the_same_everywhere():
 
 
 @everywhere
-def test_options_by_group_schedulers_and_a_group_added_later(group):
+def test_param_groups_schedulers_and_add_param_group(group):
     def groups(module):
         first, second, _ = (m for m in module if isinstance(m, nn.Linear))
         return [{"params": first.parameters()}, {"params": [second.weight], "lr": 0.5}]
@@ -76,7 +76,7 @@ def test_options_by_group_schedulers_and_a_group_added_later(group):
 
 
 class Odd(nn.Module):
-    """Parameters of every kind, some of them of no use."""
+    """Parameters of every kind, some of them unused."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def test_parameters_of_every_kind(group):
 
 
 @everywhere
-def test_clipping_and_a_grad_scaler_and_a_closure(group):
+def test_clipping_grad_scaler_and_closure(group):
     pair = Pair(group, ddp=True)
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in pair.both]
     for step in range(4):
@@ -115,9 +115,9 @@ def test_clipping_and_a_grad_scaler_and_a_closure(group):
         for optimizer in pair.both:
             optimizer.zero_grad()
         scalers[0].scale(pair.model(rows).sum()).backward()
-        scalers[1].scale(torch.ones(()))  # which makes it ready
+        scalers[1].scale(torch.ones(()))  # initializes the scale
         if step == 2:
-            pair.module[0].weight.grad.fill_(float("inf"))  # a step that is left out
+            pair.module[0].weight.grad.fill_(float("inf"))  # the scaler skips this step
         for mine, theirs in zip(pair.module.parameters(), pair.whole.parameters(), strict=True):
             theirs.grad = mine.grad.clone()
         for scaler, optimizer, module in zip(
@@ -135,7 +135,7 @@ def test_clipping_and_a_grad_scaler_and_a_closure(group):
 
 
 @everywhere
-def test_all_ranks_start_with_the_values_of_rank_0(group):
+def test_parameters_are_broadcast_from_rank_0(group):
     module = seeded(wide, seed=group.rank())
     ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group)
     for mine, first in zip(module.parameters(), seeded(wide).parameters(), strict=True):
@@ -153,7 +153,7 @@ def test_more_ranks_than_parameters(group):
 
 
 class MeanGradients(Joinable):
-    """Stands for DDP: gives ranks the mean of the gradients of those that have data."""
+    """Stands in for DDP: sums the gradients of the ranks with data."""
 
     def __init__(self, module, group):
         super().__init__()
@@ -184,7 +184,7 @@ class MeanGradients(Joinable):
 
 
 @everywhere
-def test_a_rank_that_is_out_of_data_still_steps_its_share(group):
+def test_rank_without_data_still_steps_its_shard(group):
     module, whole = seeded(wide).double(), seeded(wide).double()
     sharded = ShardedOptimizer(module.parameters(), torch.optim.Adam, process_group=group, lr=0.1)
     plain = torch.optim.Adam(whole.parameters(), lr=0.1)
@@ -205,7 +205,7 @@ def test_a_rank_that_is_out_of_data_still_steps_its_share(group):
 
 
 @everywhere
-def test_alone_in_a_join(group):
+def test_sharded_optimizer_alone_in_a_join(group):
     pair = Pair(group)
     pair.backward()
     with Join([pair.sharded]):
@@ -217,7 +217,7 @@ def test_alone_in_a_join(group):
 
 
 @on_pairs
-def test_accumulation(group):
+def test_gradient_accumulation(group):
     pair = Pair(group, ddp=True)
     for _ in range(2):
         with pair.model.no_sync():
@@ -226,7 +226,7 @@ def test_accumulation(group):
 
 
 @on_pairs
-def test_beside_a_second_ddp(group):
+def test_second_ddp_on_the_same_group(group):
     pair, other = Pair(group, ddp=True), DDP(seeded(wide, 3), process_group=group)
     for _ in range(2):
         other(torch.ones(1, 5)).sum().backward()

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: whole when it is saved, at home with any number of ranks."""
+"""State dict of the sharded optimizer: complete, and loadable at any world size."""
 
 import copy
 
@@ -31,7 +31,7 @@ def assert_same_state(mine, theirs):
 
 
 @everywhere
-def test_the_state_is_that_of_the_plain_optimizer(group):
+def test_state_dict_matches_the_plain_optimizer(group):
     for kind in KINDS:
         pair = Pair(group, kind)
         pair.step()
@@ -40,7 +40,7 @@ def test_the_state_is_that_of_the_plain_optimizer(group):
 
 
 @over_groups(backends=("gloo",), sizes=(2,), reuse=True)
-def test_the_state_over_gloo(group):
+def test_state_dict_over_gloo(group):
     pair = Pair(group)
     pair.step()
     assert_same_state(pair.sharded.state_dict(), pair.plain.state_dict())
@@ -50,7 +50,7 @@ def test_the_state_over_gloo(group):
 
 
 @on_four
-def test_state_moves_between_numbers_of_ranks(group):
+def test_state_dict_loads_at_other_world_sizes(group):
     first = Pair(group)
     first.step()
     saved = copy.deepcopy(first.sharded.state_dict())
@@ -74,7 +74,7 @@ def test_state_moves_between_numbers_of_ranks(group):
 
 
 def grads_of(pair, first):
-    """Give a module the gradients of the first one's second step."""
+    """Give a module the gradients of the first pair's second step."""
     twin = copy.deepcopy(first.whole)
     twin.load_state_dict(pair.module.state_dict())
     twin(batch(1, first.group.size())).square().mean().backward()
@@ -83,7 +83,7 @@ def grads_of(pair, first):
 
 
 @everywhere
-def test_plain_state_loads_and_ours_loads_plainly(group):
+def test_state_dicts_are_interchangeable_with_the_plain_optimizer(group):
     for kind in KINDS:
         pair = Pair(group, kind)
         pair.step()
@@ -103,7 +103,7 @@ def test_plain_state_loads_and_ours_loads_plainly(group):
 
 
 @everywhere
-def test_state_is_collected_on_one_rank(group):
+def test_consolidate_state_dict_to_one_rank(group):
     pair = Pair(group)
     pair.step()
     last = group.size() - 1
@@ -119,7 +119,7 @@ def test_state_is_collected_on_one_rank(group):
 
 
 @on_pairs
-def test_a_saved_state_does_not_change_with_the_next_step(group):
+def test_state_dict_is_not_changed_by_the_next_step(group):
     pair = Pair(group)
     pair.step()
     saved = pair.sharded.state_dict()
@@ -129,7 +129,7 @@ def test_a_saved_state_does_not_change_with_the_next_step(group):
 
 
 class Peculiar(torch.optim.SGD):
-    """Keeps what is neither a tensor nor a number, and what is."""
+    """Has state values of several types."""
 
     def step(self):
         for group in self.param_groups:
@@ -138,7 +138,7 @@ class Peculiar(torch.optim.SGD):
 
 
 @on_pairs
-def test_what_state_is_made_of(group):
+def test_state_values_must_be_tensors_or_plain_data(group):
     module = nn.Linear(3, 3)
     for note, is_good in ((lambda: 1.5, True), (object, False)):
         groups = [{"params": module.parameters(), "note": note}]

@@ -28,7 +28,7 @@ from .whole import (
 
 
 @everywhere
-def test_keys_are_those_of_torchs_class(group):
+def test_keys_match_torchs_ddp(group):
     ddp, whole = wrapped(mlp, group)
     theirs = TorchDDP(whole, process_group=group)
     assert list(ddp.state_dict()) == list(theirs.state_dict())
@@ -39,7 +39,7 @@ def test_keys_are_those_of_torchs_class(group):
 
 
 @on_pairs
-def test_a_functional_call_with_a_state(group):
+def test_functional_call_with_a_state_dict(group):
     ddp, whole = wrapped(mlp, group)
     rows = share(batch(0, group.size()), group)
     state = {name: value * 2 for name, value in ddp.state_dict().items()}
@@ -50,7 +50,7 @@ def test_a_functional_call_with_a_state(group):
 
 
 @on_pairs
-def test_torchs_functions_for_states_take_it_for_torchs_class(group):
+def test_torchs_get_state_dict_functions(group):
     from torch.distributed.checkpoint import state_dict as functions
 
     states = []
@@ -73,7 +73,7 @@ def test_torchs_functions_for_states_take_it_for_torchs_class(group):
 
 
 @on_pairs
-def test_torchs_functions_load_states(group):
+def test_torchs_set_state_dict_functions(group):
     from torch.distributed.checkpoint import state_dict as functions
 
     def train(ddp, optimizer, steps):
@@ -100,8 +100,8 @@ def test_torchs_functions_load_states(group):
 
 @alone
 @pytest.mark.parametrize("prefix", ["", "module."], ids=["plain", "prefixed"])
-def test_versions_of_modules_are_loaded(group, prefix):
-    """Modules convert what an older version of them has saved."""
+def test_module_versions_reach_the_loader(group, prefix):
+    """Modules convert the state of older versions by that number."""
     told = []
 
     class Versioned(nn.Linear):
@@ -118,7 +118,7 @@ def test_versions_of_modules_are_loaded(group, prefix):
 
 @everywhere
 @pytest.mark.parametrize("prefix", ["", "module."], ids=["plain", "prefixed"])
-def test_both_kinds_of_keys_are_loaded(group, prefix):
+def test_keys_load_with_and_without_the_module_prefix(group, prefix):
     other = seeded(mlp, seed=9)
     ddp, _ = wrapped(mlp, group)
     state = {prefix + key: value for key, value in other.state_dict().items()}
@@ -131,7 +131,7 @@ def test_both_kinds_of_keys_are_loaded(group, prefix):
 
 @everywhere
 @pytest.mark.parametrize("prefix", ["", "module."], ids=["plain", "prefixed"])
-def test_both_kinds_of_keys_are_loaded_into_a_part(group, prefix):
+def test_nested_keys_load_with_and_without_the_prefix(group, prefix):
     ddp, _ = wrapped(mlp, group)
     outer = nn.ModuleDict({"head": nn.Linear(2, 2), "body": nn.Sequential(ddp)})
     values = seeded(mlp, seed=9).state_dict()
@@ -148,7 +148,7 @@ def test_both_kinds_of_keys_are_loaded_into_a_part(group, prefix):
 @alone
 @pytest.mark.parametrize("prefix", ["", "module."], ids=["plain", "prefixed"])
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "part"])
-def test_a_further_entry_does_not_change_what_the_others_mean(group, prefix, nested):
+def test_extra_entry_does_not_change_prefix_detection(group, prefix, nested):
     ddp = DDP(mlp(), process_group=group)
     values = seeded(mlp, seed=9).state_dict()
     outer, path = (nn.Sequential(ddp), "0.") if nested else (ddp, "")
@@ -163,7 +163,7 @@ def test_a_further_entry_does_not_change_what_the_others_mean(group, prefix, nes
 
 
 class WithMore(DDP):
-    """A subclass that has a state of its own."""
+    """A subclass with its own state."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -180,7 +180,7 @@ class WithMore(DDP):
 
 @alone
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "part"])
-def test_a_subclass_loads_its_own_state(group, nested):
+def test_subclass_loads_its_own_state(group, nested):
     def made(extra):
         ddp = WithMore(seeded(mlp, seed=extra), process_group=group)
         ddp.extra = extra
@@ -197,8 +197,8 @@ def test_a_subclass_loads_its_own_state(group, nested):
 
 
 @alone
-def test_names_that_a_part_has_no_longer_are_converted(group):
-    """Only the part knows them, so they have to reach it."""
+def test_old_keys_reach_the_submodule_that_converts_them(group):
+    """Only the submodule knows its old keys."""
     normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     ddp = DDP(normed, process_group=group)
     old = {"weight_g": torch.ones(2, 1), "weight_v": torch.eye(2), "bias": torch.ones(2)}
@@ -207,7 +207,7 @@ def test_names_that_a_part_has_no_longer_are_converted(group):
 
 
 @alone
-def test_a_part_that_is_called_module_itself(group):
+def test_submodule_named_module(group):
     class Called(nn.Module):
         def __init__(self):
             super().__init__()
@@ -230,7 +230,7 @@ def test_a_part_that_is_called_module_itself(group):
 
 
 @alone
-def test_what_does_not_fit_is_refused_unless_told_otherwise(group):
+def test_mismatched_state_is_rejected_unless_strict_is_false(group):
     ddp = DDP(mlp(), process_group=group)
     with pytest.raises(RuntimeError, match="0.weight"):
         ddp.load_state_dict({})
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused_unless_told_otherwise(group):
 
 
 @everywhere
-def test_a_state_of_torchs_is_loaded_while_training(group):
+def test_load_state_dict_between_steps(group):
     ddp, whole = wrapped(mlp, group)
     for step in range(3):
         rows = batch(step, group.size())
@@ -254,7 +254,7 @@ def test_a_state_of_torchs_is_loaded_while_training(group):
 
 @everywhere
 @pytest.mark.parametrize("prefix", ["", "0."], ids=["alone", "part"])
-def test_parameters_that_a_state_replaces_are_found(group, prefix):
+def test_load_state_dict_with_assign(group, prefix):
     ddp, whole = wrapped(mlp, group)
     squares(ddp, torch.ones(1, 5)).backward()
     state = {prefix + key: value.clone() for key, value in whole.state_dict().items()}
@@ -273,7 +273,7 @@ COPIERS = {"deepcopy": copy.deepcopy, "pickle": lambda ddp: pickle.loads(pickle.
 
 @everywhere
 @pytest.mark.parametrize("how", COPIERS)
-def test_a_copy_trains_by_itself(group, how):
+def test_copy_trains_independently(group, how):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=False, bucket_cap_mb=1)
     for step in range(3):
         squares(ddp, share(batch(step, group.size()), group)).backward()
@@ -297,14 +297,14 @@ def test_a_copy_trains_by_itself(group, how):
 
 @everywhere
 @pytest.mark.parametrize("how", COPIERS)
-def test_a_copy_needs_a_current_group(group, how):
+def test_copy_needs_a_current_group(group, how):
     ddp, _ = wrapped(mlp, group)
     with pytest.raises(RuntimeError, match="Enter one first"):
         COPIERS[how](ddp)
 
 
 @everywhere
-def test_a_copy_goes_to_the_group_that_is_current(group):
+def test_copy_uses_the_current_group(group):
     ddp, _ = wrapped(mlp, group)
     mine = group.split_group(list(range(group.rank() % 2, group.size(), 2)))
     with groups.process_group(mine):

@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks: what one process makes of all their rows."""
+"""SyncBatchNorm matches batch norm in one process over the rows of all ranks."""
 
 import copy
 import pickle
@@ -36,7 +36,7 @@ NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNor
 
 
 def oracle(dims, dtype=torch.float64, **options):
-    """Make torch's layer, with parameters that show where they were used."""
+    """Return torch's batch norm with distinct parameters per channel."""
     norm = NORMS[dims](CHANNELS, **options).to(dtype)
     if norm.affine:
         with torch.no_grad():
@@ -46,7 +46,7 @@ def oracle(dims, dtype=torch.float64, **options):
 
 
 def values(counts, dims, step=0, dtype=torch.float64, shift=0.0):
-    """Make everybody's values, and the rows of each rank; channels have different means."""
+    """Return the values of all ranks and the rows of each; channels have different means."""
     generator = torch.Generator().manual_seed(7 + step)
     shape = (sum(counts), CHANNELS, 2, 3, 2)[:dims]
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -56,17 +56,17 @@ def values(counts, dims, step=0, dtype=torch.float64, shift=0.0):
 
 
 def weights_of(whole):
-    """Weigh every output differently, so that no part of a gradient cancels by chance."""
+    """Return a different weight per output, so that no gradient cancels by chance."""
     return torch.linspace(-1, 2, whole.numel(), dtype=torch.float64).view(whole.shape)
 
 
 def parts_of(norm):
-    """List what a layer has learnt, and what it has seen."""
+    """Return a layer's parameter gradients and buffers."""
     return [p.grad for p in norm.parameters()] + list(norm.buffers())
 
 
 def check(group, counts, dims=2, *, steps=2, dtype=torch.float64, rtol=1e-10, shift=0.0, **options):
-    """Compare a rank's outputs, gradients and statistics with those of one process."""
+    """Compare this rank's outputs, gradients and statistics with one process."""
     norm, reference = oracle(dims, dtype, **options), oracle(dims, **options)
     norm = SyncBatchNorm.convert_sync_batchnorm(norm, group)
     for step in range(steps):
@@ -92,7 +92,7 @@ SPLITS = {"even": (3, 3, 3, 3), "uneven": (1, 4, 2, 3), "one has none": (2, 0, 1
 
 @pytest.mark.parametrize("counts", SPLITS.values(), ids=SPLITS)
 @everywhere
-def test_it_is_what_one_process_makes_of_all_rows(group, counts):
+def test_matches_batch_norm_over_all_rows(group, counts):
     for dims in NORMS:
         check(group, list(counts[: group.size()]), dims)
 
@@ -111,13 +111,13 @@ def layers(draw):
 
 def check_layer(ctx, layer):
     counts, dims, shift, options = layer
-    # Means of 10,000 times the deviation leave two thirds of the digits, to the oracle as well.
+    # A mean of 10,000 deviations costs a third of the digits, in the oracle as well.
     check(ctx.group("local", timeout=LONG), counts, dims, shift=shift, rtol=1e-6, **options)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(layer=layers())
-def test_any_split_and_any_option(threads, layer):
+def test_any_split_with_any_options(threads, layer):
     threads.run(check_layer, len(layer[0]), args=(layer,))
 
 
@@ -127,13 +127,13 @@ def test_any_split_and_any_option(threads, layer):
     ids=["float32", "float16", "bfloat16"],
 )
 @everywhere
-def test_narrow_types(group, dtype, rtol):
+def test_low_precision_dtypes(group, dtype, rtol):
     for affine in (True, False):
         check(group, [5, 0, 2, 6][: group.size()], 4, dtype=dtype, rtol=rtol, affine=affine)
 
 
 @on_pairs
-def test_narrow_values_and_wide_parameters(group):
+def test_low_precision_input_with_float32_parameters(group):
     norm = SyncBatchNorm(CHANNELS, process_group=group)
     mine = torch.randn(4, CHANNELS).bfloat16().requires_grad_()
     norm(mine).sum().backward()
@@ -141,7 +141,7 @@ def test_narrow_values_and_wide_parameters(group):
 
 
 @on_pairs
-def test_means_far_from_zero_leave_the_variance_its_digits(group):
+def test_variance_is_accurate_for_large_means(group):
     norm = SyncBatchNorm(1, momentum=1.0, process_group=group, dtype=torch.float64)
     whole = 1e7 + torch.arange(8, dtype=torch.float64)[:, None]
     norm(whole.split([3, 5])[group.rank()])
@@ -149,22 +149,22 @@ def test_means_far_from_zero_leave_the_variance_its_digits(group):
 
 
 @everywhere
-def test_a_gradient_that_is_one_number_everywhere(group):
+def test_expanded_output_gradient(group):
     norm = SyncBatchNorm(CHANNELS, process_group=group).double()
     _, parts = values([2] * group.size(), 3)
     mine = parts[group.rank()].clone().requires_grad_()
-    norm(mine).sum().backward()  # of a tensor without strides
+    norm(mine).sum().backward()  # the gradient is an expanded scalar
     assert_close(mine.grad, torch.zeros_like(mine), rtol=1e-9)
 
 
 @everywhere
-def test_one_collective_each_way_and_none_in_evaluation(group):
+def test_one_collective_per_direction_and_none_in_eval(group):
     norm = SyncBatchNorm(CHANNELS, process_group=group)
     mine = torch.randn(4, CHANNELS, requires_grad=True)
     outputs = []
     assert operations(group, lambda: outputs.append(norm(mine))) == ["all_gather_single"]
     assert operations(group, outputs[0].sum().backward) == ["allreduce"]
-    # Parameters alone need nobody else.
+    # Parameter gradients need no collective.
     assert operations(group, lambda: norm(mine.detach()).sum().backward()) == ["all_gather_single"]
     with torch.no_grad():
         assert operations(group, lambda: norm(mine)) == ["all_gather_single"]
@@ -176,7 +176,7 @@ def test_one_collective_each_way_and_none_in_evaluation(group):
 
 
 @everywhere
-def test_too_few_values(group):
+def test_too_few_values_per_channel_are_rejected(group):
     norm = SyncBatchNorm(CHANNELS, process_group=group)
     with pytest.raises(ValueError, match="more than 1 value per channel .* all ranks together"):
         norm(torch.ones(int(group.rank() == 1), CHANNELS))
@@ -193,7 +193,7 @@ def test_too_few_values(group):
 
 
 @alone
-def test_wrong_shapes_and_groups_are_refused(group):
+def test_bad_shapes_and_groups_are_rejected(group):
     norm = SyncBatchNorm(CHANNELS, process_group=group)
     with pytest.raises(ValueError, match="at least 2D"):
         norm(torch.ones(3))
@@ -202,14 +202,14 @@ def test_wrong_shapes_and_groups_are_refused(group):
 
 
 @on_pairs
-def test_channels_are_compared(group):
+def test_wrong_channel_count_is_rejected(group):
     norm = SyncBatchNorm(CHANNELS, process_group=group)
     with pytest.raises(ValueError, match="expected 3 channels"):
         norm(torch.ones(2, 4))
 
 
 @on_pairs
-def test_gradients_of_gradients_are_refused(group):
+def test_double_backward_is_rejected(group):
     norm = SyncBatchNorm(CHANNELS, process_group=group)
     mine = torch.randn(2, CHANNELS, requires_grad=True)
     (slope,) = torch.autograd.grad(norm(mine).square().sum(), mine, create_graph=True)
@@ -242,16 +242,16 @@ def leave_one_by_one(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["local", "shm"])
-def test_the_one_that_is_left_normalises_its_own(threads, ranks, backend):
-    crew = {"local": threads, "shm": ranks}[backend]
-    crew.run(leave_one_by_one, 4, args=(backend,))
+def test_statistics_follow_ranks_that_leave(threads, ranks, backend):
+    pool = {"local": threads, "shm": ranks}[backend]
+    pool.run(leave_one_by_one, 4, args=(backend,))
 
 
 # -- in modules ----------------------------------------------------------------------------
 
 
 class Norms(nn.Sequential):
-    """Two batch norms, of which one is in two places."""
+    """Two batch norms, one of them used twice."""
 
     def __init__(self):
         twice = nn.BatchNorm1d(4)
@@ -292,7 +292,7 @@ def test_several_forwards_before_a_backward(group):
 
 
 @on_pairs
-def test_torchs_is_refused_with_what_to_do(group):
+def test_torchs_sync_batch_norm_is_rejected_with_a_hint(group):
     torchs = nn.SyncBatchNorm.convert_sync_batchnorm(Norms(), process_group=group)
     with pytest.raises(
         ValueError, match=r"'1' is torch's SyncBatchNorm.*Use ours: .*\.convert_sync_batchnorm\(mod"
@@ -302,7 +302,7 @@ def test_torchs_is_refused_with_what_to_do(group):
 
 
 @on_pairs
-def test_the_group_is_the_argument_or_the_wrappers_or_the_current_one(group):
+def test_group_comes_from_argument_ddp_or_context(group):
     mine = torch.randn(2, 1, generator=torch.Generator().manual_seed(group.rank()))
 
     def calls(norm):
@@ -317,7 +317,7 @@ def test_the_group_is_the_argument_or_the_wrappers_or_the_current_one(group):
 
 
 @on_pairs
-def test_copies_have_the_group_and_what_is_pickled_has_none(group):
+def test_deepcopy_keeps_the_group_and_pickle_drops_it(group):
     norm = SyncBatchNorm(1, process_group=group)
     DDP(nn.Sequential(norm), process_group=group)
     assert copy.deepcopy(norm).process_group is group
@@ -330,7 +330,7 @@ def test_copies_have_the_group_and_what_is_pickled_has_none(group):
 # -- conversion ----------------------------------------------------------------------------
 
 
-def test_conversion_keeps_what_a_layer_has():
+def test_conversion_keeps_parameters_buffers_and_options():
     inner = nn.BatchNorm2d(4, eps=0.1, momentum=None).eval()
     inner.weight.requires_grad_(False)
     inner.qconfig = "mine"
@@ -355,12 +355,12 @@ def test_conversion_keeps_what_a_layer_has():
     assert without.bias is None
 
 
-def test_conversion_of_a_layer_without_a_shape_is_refused():
+def test_conversion_of_a_lazy_layer_is_rejected():
     with pytest.raises(RuntimeError, match="Run the module once, then convert"):
         SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
 
 
-def test_without_a_group_it_is_a_plain_batch_norm():
+def test_plain_batch_norm_without_a_group():
     mine = torch.randn(4, CHANNELS)
     norm, plain = SyncBatchNorm(CHANNELS), nn.BatchNorm1d(CHANNELS)
     assert torch.equal(norm(mine), plain(mine))
@@ -368,7 +368,7 @@ def test_without_a_group_it_is_a_plain_batch_norm():
 
 
 class Sometimes(nn.Module):
-    """Has a layer after its batch norm that not every rank uses."""
+    """Has an optional layer after its batch norm."""
 
     def __init__(self):
         super().__init__()
@@ -381,7 +381,7 @@ class Sometimes(nn.Module):
 
 
 @on_pairs
-def test_graphs_that_differ_between_ranks_with_a_group_for_the_layers_alone(group, ctx):
+def test_rank_dependent_graphs_with_a_separate_norm_group(group, ctx):
     own = ctx.closing(group.split_group(range(group.size())))
 
     def make():

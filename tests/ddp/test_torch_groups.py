@@ -1,4 +1,4 @@
-"""Beside torch's own class, on the same seeds; and over torch's own groups."""
+"""DDP on torch's own groups, compared with torch's DDP."""
 
 import copy
 import sys
@@ -21,12 +21,12 @@ from .whole import ROWS, assert_close, batch, mlp, seeded
 
 @contextmanager
 def world(ctx, backend="gloo"):
-    """Initialize torch as a plain script does, and leave nothing of it behind."""
-    hook = sys.excepthook  # which torch wraps once more every time
+    """Initialize torch.distributed as a script does, and clean up."""
+    hook = sys.excepthook  # torch wraps it again on every init
     dist.init_process_group(backend, store=ctx.store, rank=ctx.rank, world_size=ctx.size)
     try:
         yield
-        # Whoever destroys Gloo while a peer is at work makes that peer hang.
+        # Destroying Gloo while a peer still uses it makes the peer hang.
         ctx.store.set(f"done {ctx.rank}", "")
         ctx.store.wait([f"done {rank}" for rank in range(ctx.size)])
     finally:
@@ -38,9 +38,9 @@ MODELS = {"mlp": (mlp, 5), "conv": (Images, 36), "encoder": (encoder, 24), "word
 
 
 def train(make, width, group):
-    """Train with both classes side by side, comparing gradients, buffers and weights.
+    """Train with both classes and compare gradients, buffers and weights.
 
-    Numbers are float64: Gloo's order of summation depends on where buckets end.
+    Values are float64, since Gloo's order of summation depends on bucket boundaries.
     """
     module = seeded(lambda: make().double(), seed=dist.get_rank())
     theirs = TorchDDP(copy.deepcopy(module), gradient_as_bucket_view=True)
@@ -69,7 +69,7 @@ def all_models(ctx):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_same_as_torch_on_its_default_group(ranks, size):
+def test_same_as_torchs_ddp_on_the_default_group(ranks, size):
     ranks.run(all_models, size, timeout=30)
 
 
@@ -93,7 +93,7 @@ def groups_of_torchs(ctx):
             assert_close(mine.grad, other.grad * 2)
 
 
-def test_groups_and_meshes_of_torchs(ranks):
+def test_torchs_groups_and_meshes(ranks):
     ranks.run(groups_of_torchs, 2, timeout=30)
 
 
@@ -102,14 +102,14 @@ def over_torchs_shm(ctx):
         train(mlp, 5, None)
 
 
-def test_shared_memory_as_torchs_default_group(ranks):
+def test_shm_backend_as_torchs_default_group(ranks):
     ranks.run(over_torchs_shm, 2, timeout=30)
 
 
 def sharded_three_ways(ctx, backend):
-    """Step with torch's sharded optimizer, with ours and with a plain one, on our module."""
+    """Step with ZeroRedundancyOptimizer, ShardedOptimizer and a plain optimizer."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's module warns of itself
+        warnings.simplefilter("ignore")  # torch's module warns on import
         from torch.distributed.optim import ZeroRedundancyOptimizer
     with world(ctx, backend):
         makers = (
@@ -144,13 +144,13 @@ def sharded_three_ways(ctx, backend):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_torchs_sharded_optimizer_beside_ours(ranks, backend, size):
+def test_same_steps_as_torchs_zero_redundancy_optimizer(ranks, backend, size):
     ranks.run(sharded_three_ways, size, args=(backend,), timeout=60)
 
 
 def normalise_over_torchs_default_group(ctx):
     with world(ctx):
-        layer = SyncBatchNorm(5).double()  # which knows of no other group
+        layer = SyncBatchNorm(5).double()  # no group given
         plain = nn.BatchNorm1d(5).double()
         rows = batch(0, ctx.size).double()
         mine, whole = rows[ctx.rank * ROWS :][:ROWS].clone().requires_grad_(), rows.requires_grad_()

@@ -1,7 +1,7 @@
-"""What torch's own class makes of the same seeds, over the same groups.
+"""Parity with torch's DDP on the same seeds and groups.
 
-torch's class takes our groups, so both sum in the same order, and gradients are the same to the
-last bit. Where torch has to be told of something, a case tells it to torch alone.
+torch's DDP accepts our groups, so both sum in the same order and gradients are equal bit for
+bit. Flags that only torch needs are passed to torch's DDP alone.
 """
 
 import copy
@@ -29,19 +29,19 @@ STATIC = {"static_graph": True}
 
 @dataclass
 class Case:
-    """A way to train; `act(ddp, rows, step, rank)` is all that a step does to gradients."""
+    """A training case; `act(ddp, rows, step, rank)` produces the gradients of a step."""
 
     make: Callable
     act: Callable
     width: int = 5
     told: dict = field(default_factory=dict)
-    """What torch alone has to be told."""
+    """Options for torch's DDP only."""
     given: dict = field(default_factory=dict)
-    """What both are told."""
+    """Options for both."""
     wrap: Callable = lambda kind, module, **options: kind(module, **options)
     clear: Callable = lambda module: module.zero_grad()
     exact: bool = True
-    """Whether both sum in the same order, and nothing is too small for its type."""
+    """Whether gradients are compared bit for bit."""
 
 
 def plain(ddp, rows, step, rank):
@@ -83,7 +83,7 @@ def scale(ddp, rows, step, rank):
 
 
 def hook(ddp, rows, step, rank):
-    """Halve gradients in a hook, once more in every step."""
+    """Halve gradients in a hook; every step adds another hook."""
 
     def halve(parameter):
         parameter.grad.mul_(0.5)
@@ -94,7 +94,7 @@ def hook(ddp, rows, step, rank):
 
 
 def hook_accumulated(ddp, rows, step, rank):
-    """Halve what there is with every pass, so that hooks have to see the sum."""
+    """Halve gradients in every pass, so that hooks must see the accumulated sum."""
     with ddp.no_sync():
         hook(ddp, rows, step, rank)
         squares(ddp, rows * 2).backward()
@@ -140,7 +140,7 @@ def shared():
 
 
 def wrap_parts(kind, module, **options):
-    """Wrap two parts of a module, each by itself."""
+    """Wrap two submodules separately."""
     module[0], module[2] = (kind(module[i], **options) for i in (0, 2))
     return module
 
@@ -150,11 +150,11 @@ def zero(module):
 
 
 def keep(module):
-    """Clear nothing: gradients add up."""
+    """Clear nothing; gradients accumulate."""
 
 
 def take_away(module):
-    """Clear and replace by hand."""
+    """Set some gradients to None and replace the others."""
     for i, parameter in enumerate(module.parameters()):
         parameter.grad = None if i % 2 else torch.full_like(parameter, 0.5)
 
@@ -213,7 +213,7 @@ CASES = {
 
 
 def wrap_both(case, group):
-    """Wrap a module with both classes; on every rank it has other weights."""
+    """Wrap a module with both classes; initial weights differ between ranks."""
     module = seeded(case.make, seed=0 if "init_sync" in case.given else group.rank())
     theirs = {"gradient_as_bucket_view": True, **case.told, **case.given}
     return (
@@ -238,13 +238,13 @@ def assert_equal(ours, theirs, *, exact, step):
 
 
 def eps(parameter):
-    """Tell what half precision cannot tell apart."""
+    """Return the relative precision of 16-bit dtypes, else 0."""
     info = torch.finfo(parameter.dtype)
     return info.eps if info.bits == 16 else 0.0
 
 
 def learn(module):
-    """Do what the simplest optimizer does."""
+    """Take a plain SGD step."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -254,7 +254,7 @@ def learn(module):
 @several
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_and_buffers_are_those_of_torchs_class(group, name):
+def test_gradients_and_buffers_match_torchs_ddp(group, name):
     case = CASES[name]
     pair = wrap_both(case, group)
     for step in range(4):

@@ -1,4 +1,4 @@
-"""Plain training steps: the gradient of the whole batch, whichever way gradients are kept."""
+"""Plain training steps: gradients match the whole batch."""
 
 import torch
 
@@ -18,7 +18,7 @@ from .whole import (
 
 
 @over_groups(backends=("local", "gloo", "shm"), sizes=(1, 2, 3, 4), split=True, reuse=True)
-def test_gradients_are_those_of_the_whole_batch(group):
+def test_gradients_match_the_whole_batch(group):
     ddp, whole = wrapped(mlp, group)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ddp, whole)]
     for step in range(6):
@@ -35,7 +35,7 @@ def test_gradients_are_those_of_the_whole_batch(group):
 
 @everywhere
 @both_ways
-def test_a_mean_is_the_sum_by_rank_to_the_last_bit(group, keeps):
+def test_mean_is_summed_in_rank_order_bitwise(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
     for step in range(4):
         rows = batch(step, group.size())

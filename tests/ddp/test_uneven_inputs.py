@@ -1,4 +1,4 @@
-"""Data of any lengths: training equals, to rounding, one process that sees the same batches."""
+"""Uneven inputs: training matches one process on the same batches, up to rounding."""
 
 import copy
 
@@ -20,14 +20,14 @@ EPOCHS = 2
 
 @st.composite
 def plans(draw):
-    """Draw how many batches each of four ranks has in two epochs, and how they are counted."""
+    """Draw the batches per rank and epoch, and the divisor of the mean."""
     lengths = st.lists(st.integers(0, 4), min_size=4, max_size=4)
     epochs = [draw(lengths) for _ in range(EPOCHS)]
     return epochs, draw(st.sampled_from(["all", "active", "weighted"]))
 
 
 class Normed(nn.Module):
-    """A model whose layer normalises what it sees."""
+    """A model with a batch norm layer."""
 
     def __init__(self, norm):
         super().__init__()
@@ -50,7 +50,7 @@ def momentum(module):
 
 
 def train(ddp, group, plan, optimizer):
-    """Train on one rank; returns how many had data in each step."""
+    """Train this rank; return how many ranks had data in each step."""
     epochs, counting = plan
     counts = []
     for number, lengths in enumerate(epochs):
@@ -72,7 +72,7 @@ def train(ddp, group, plan, optimizer):
 
 
 class Whole:
-    """One process that has the data of all ranks, and the statistics that each would have."""
+    """One process with the data of all ranks and each rank's buffers."""
 
     def __init__(self, size):
         self.module, self.size = make(), size
@@ -112,7 +112,7 @@ class Whole:
 @any_data
 @given(plan=plans())
 @on_every_backend
-def test_training_equals_one_process(group, plan):
+def test_training_matches_one_process(group, plan):
     epochs, counting = plan
     plan = [lengths[: group.size()] for lengths in epochs], counting
     ddp = DDP(make(), process_group=group, bucket_cap_mb=TINY)
@@ -131,7 +131,7 @@ def assert_same_state(ddp, whole):
 
 
 class WholeBatch(Whole):
-    """One process that normalises the rows of all ranks that have data together."""
+    """One process that normalizes over the rows of all ranks with data."""
 
     def step(self, number, having, counting):
         rows = [rows_of(number, rank, self.size) for rank in having]
@@ -141,14 +141,14 @@ class WholeBatch(Whole):
         self.optimizer.step()
 
     def load(self, rank):
-        """Leave its only buffers alone."""
+        """Do nothing; there is one set of buffers."""
 
 
 @any_data
 @given(plan=plans().filter(lambda plan: plan[1] != "weighted"))
 @on_every_backend
-def test_layers_normalise_what_is_there(group, plan):
-    """Statistics of all ranks' rows are those of the ranks that have data."""
+def test_sync_batch_norm_uses_the_ranks_with_data(group, plan):
+    """Ranks without data do not contribute to the statistics."""
     epochs, counting = plan
     plan = [lengths[: group.size()] for lengths in epochs], counting
     ddp = DDP(make(SyncBatchNorm), process_group=group, bucket_cap_mb=TINY)

@@ -1,4 +1,4 @@
-"""What meets the end of a rank's data: accumulation, unfreezing, weights, other modules."""
+"""Uneven inputs combined with accumulation, unfreezing, weights and other modules."""
 
 import copy
 import io
@@ -34,7 +34,7 @@ def first(ddp):
 
 
 def steps(group, ddp, mine, **options):
-    """Make a step per number of this rank's, without clearing gradients; tells them."""
+    """Run `mine` steps without zero_grad; return the gradient after each."""
     seen = []
     for number, _ in enumerate(phalanx.uneven(range(mine), ddp, **options), 1):
         ddp(ROW * number).sum().backward()
@@ -43,14 +43,14 @@ def steps(group, ddp, mine, **options):
 
 
 def expected(counting, size):
-    """Tell the gradients of a step by all ranks, and of one more by rank 0, which is added."""
+    """Return the gradients after a step of all ranks and after one more step of rank 0."""
     first = size if counting == "sum" else 1.0
     return [first, first + 2 / (size if counting == "all" else 1)]
 
 
 @pytest.mark.parametrize("counting", ["all", "active", "sum"])
 @on_every_backend
-def test_gradients_that_are_reduced_are_not_reduced_again(group, counting):
+def test_reduced_gradients_are_not_reduced_again(group, counting):
     ddp = DDP(line(), process_group=group, reduce="sum" if counting == "sum" else "mean")
     options = {"divide_by_initial_world_size": counting != "active"}
     seen = steps(group, ddp, 1 if group.rank() else 2, **options)
@@ -59,7 +59,7 @@ def test_gradients_that_are_reduced_are_not_reduced_again(group, counting):
 
 
 @on_every_backend
-def test_what_only_the_last_rank_has_is_dropped(group):
+def test_unreduced_no_sync_gradients_are_dropped_at_the_end(group):
     ddp = DDP(line(), process_group=group)
     with ddp.no_sync():
         steps(group, ddp, 1 + group.rank())
@@ -70,7 +70,7 @@ def test_what_only_the_last_rank_has_is_dropped(group):
 
 @pytest.mark.parametrize("hook", [None, allreduce_hook], ids=["leaves", "shadows"])
 @on_every_backend
-def test_halves_by_weight_after_a_rank_was_away(group, hook):
+def test_float16_weights_after_a_rank_was_absent(group, hook):
     ddp = DDP(line(torch.float16), process_group=group)
     if hook is not None:
         ddp.register_comm_hook(None, hook)
@@ -84,7 +84,7 @@ def test_halves_by_weight_after_a_rank_was_away(group, hook):
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 @on_every_backend
-def test_layers_that_come_into_use(group, when):
+def test_layers_unfrozen_before_or_while_a_rank_is_absent(group, when):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
     net[0].requires_grad_(False)
     ddp = DDP(net, process_group=group)
@@ -109,8 +109,8 @@ def normed():
 
 
 @on_every_backend
-def test_modules_that_met_while_a_rank_was_away(group):
-    """Who has met others launches nothing early, on all ranks: layers make calls in backward."""
+def test_modules_that_share_a_backward_while_a_rank_is_absent(group):
+    """Early launch must stop on all ranks, since SyncBatchNorm communicates in backward."""
     one, other = (DDP(normed(), process_group=group, bucket_cap_mb=TINY) for _ in range(2))
     rows = torch.eye(2).double() + group.rank()
     for _ in phalanx.uneven(range(0 if group.rank() else 3), one, other):
@@ -121,10 +121,10 @@ def test_modules_that_met_while_a_rank_was_away(group):
 
 
 @on_every_backend
-def test_optimizers_of_any_shape(group):
+def test_optimizer_with_an_empty_param_group(group):
     ddp, alone = DDP(line(), process_group=group), line()
     given = torch.optim.Adam([{"params": []}, {"params": list(ddp.parameters())}], lr=0.1)
-    own = torch.optim.Adam(alone.parameters())  # of a module that is this rank's alone
+    own = torch.optim.Adam(alone.parameters())  # of a local module
     for _ in phalanx.uneven(range(1 + group.rank()), ddp, optimizers=[given]):
         for module, optimizer in ((ddp, given), (alone, own)):
             module(ROW).sum().backward()
@@ -134,7 +134,7 @@ def test_optimizers_of_any_shape(group):
 
 
 @on_every_backend
-def test_settings_that_are_tensors_reach_ranks_that_were_away(group):
+def test_tensor_options_reach_ranks_that_were_absent(group):
     ddp = DDP(line(), process_group=group)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=torch.tensor(0.1), foreach=False)
     decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -156,7 +156,7 @@ class Listing(torch.optim.SGD):
 
 
 @over_groups(backends=("local",), sizes=(2,), timeout=30)
-def test_state_that_cannot_be_sent_is_named(group):
+def test_unsupported_optimizer_state_is_named(group):
     ddp = DDP(line(), process_group=group)
     optimizer = Listing(ddp.parameters(), lr=0.1)
     with pytest.raises(InvalidState, match="'history' of parameter 0 is a list. State values must"):
@@ -166,7 +166,7 @@ def test_state_that_cannot_be_sent_is_named(group):
 
 
 @on_every_backend
-def test_keyword_arguments_that_nobody_takes(group):
+def test_unknown_keyword_arguments_are_rejected(group):
     ddp = DDP(line(), process_group=group)
     for refused in (
         lambda: phalanx.uneven(range(3), ddp, optimisers=[]),
@@ -184,14 +184,14 @@ def test_keyword_arguments_that_nobody_takes(group):
 
 
 @on_every_backend
-def test_the_source_of_the_final_model_is_chosen_once(group):
+def test_final_model_source_is_chosen_once(group):
     ddp = DDP(line(), process_group=group)
     ddp(ROW).sum().backward()
     join = ddp.join()
     with join:
         ddp(ROW).sum().backward()
     told = operations(group, lambda: ddp._sync_final_model(True))
-    assert told.count("allgather") == 1  # outside of a join nobody knows who was last
+    assert told.count("allgather") == 1  # outside a join the last rank is unknown
     join.__enter__()
     ddp(ROW).sum().backward()
     told = operations(group, lambda: join.__exit__(None, None, None))
@@ -199,7 +199,7 @@ def test_the_source_of_the_final_model_is_chosen_once(group):
 
 
 class Foreign(ShardedOptimizer):
-    """A joinable whose hook takes whatever it is given."""
+    """A joinable whose hook accepts any keyword argument."""
 
     def join_hook(self, **kwargs):
         self.given = kwargs
@@ -207,7 +207,7 @@ class Foreign(ShardedOptimizer):
 
 
 @over_groups(backends=("shm",), sizes=(2,), timeout=30, reuse=True)  # warnings are caught there
-def test_an_optimizer_that_falls_behind_is_warned_of(group):
+def test_optimizer_state_that_differs_warns(group):
     ddp = DDP(line(), process_group=group)
     optimizer = torch.optim.Adam(ddp.parameters())
 
@@ -222,7 +222,7 @@ def test_an_optimizer_that_falls_behind_is_warned_of(group):
 
 
 @on_every_backend
-def test_copies_are_in_no_join(group):
+def test_copy_is_not_part_of_the_join(group):
     ddp = DDP(line(), process_group=group)
     with process_group(group):
         for _ in phalanx.uneven(range(2), ddp):
@@ -233,10 +233,10 @@ def test_copies_are_in_no_join(group):
 
 
 @on_every_backend
-def test_blocks_leave_nothing_behind(group):
+def test_join_restores_the_ddp_state(group):
     ddp = DDP(line(), process_group=group)
     joins = [ddp.join() for _ in range(2)]
-    ddp(ROW).sum().backward()  # in none of them yet
+    ddp(ROW).sum().backward()  # outside both joins
     for join in joins:
         with join:
             for _ in range(1 + group.rank()):
@@ -254,15 +254,15 @@ def test_blocks_leave_nothing_behind(group):
 
 
 @on_every_backend
-def test_an_error_at_the_end_of_a_loop_that_was_left_is_not_lost(group):
-    """Python drops what a generator raises when it is closed by ``break``."""
+def test_error_after_break_is_raised_by_report(group):
+    """Python ignores an exception raised while ``break`` closes a generator."""
     ddp = DDP(line(), process_group=group)
     loop = phalanx.uneven(range(5), ddp, throw_on_early_termination=True)
     if group.rank():
         with pytest.raises(UnevenInputs):
             steps_of(loop, ddp)
         return
-    with ignoring_the_dropped():
+    with ignoring_unraisable_exceptions():
         for _ in loop:
             ddp(ROW).sum().backward()
             break
@@ -276,8 +276,8 @@ def steps_of(loop, ddp):
 
 
 @contextmanager
-def ignoring_the_dropped():
-    """Keep from the screen what Python prints of exceptions that it drops."""
+def ignoring_unraisable_exceptions():
+    """Silence sys.unraisablehook."""
     usual, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         yield
@@ -286,7 +286,7 @@ def ignoring_the_dropped():
 
 
 @over_groups(backends=("local", "shm"), sizes=(2,), timeout=30)
-def test_rank_0_leaves_and_others_have_buffers(group):
+def test_buffers_sync_after_rank_0_leaves(group):
     ddp = DDP(nn.BatchNorm1d(2).double(), process_group=group)
     rows = torch.eye(2).double()
     ddp(rows).sum().backward()

@@ -1,4 +1,4 @@
-"""Upstream's flags: accepted, and never needed."""
+"""torch's DDP flags are accepted but not needed."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from .whole import TINY, everywhere, mlp, squares, train
 
 
 class Optional(nn.Module):
-    """Two layers, of which a call may leave out one."""
+    """Two layers, one of them optional."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ def test_flags_do_not_change_results(group, value):
 @everywhere
 @pytest.mark.filterwarnings("ignore:the graph of this backward pass")  # static_graph, see below
 @pytest.mark.parametrize("flag", [None, *FLAGS])
-def test_flags_are_not_needed_and_do_not_hurt(group, flag):
+def test_unused_parameters_work_with_and_without_flags(group, flag):
     def loss(module, rows, step, rank):
         return module(rows, both=(step + rank) % 3 == 0).square().mean()
 
@@ -44,11 +44,11 @@ def test_flags_are_not_needed_and_do_not_hurt(group, flag):
 
 
 processes = over_groups(backends=("shm",), sizes=(1, 2, 4), reuse=True)
-"""Not threads, which share what they are warned of."""
+"""Processes only: threads share the warnings registry."""
 
 
 @processes
-def test_a_static_graph_that_changes_is_told_of(group):
+def test_changed_static_graph_warns(group):
     def told(last):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -71,7 +71,7 @@ def test_a_static_graph_that_changes_is_told_of(group):
 
 @everywhere
 @pytest.mark.filterwarnings("ignore:the graph of this backward pass")
-def test_a_static_graph_that_changes_is_noticed_and_gradients_are_right(group):
+def test_changed_static_graph_still_gives_correct_gradients(group):
     def loss(module, rows, step, rank):
         return module(rows, both=step not in (3, 4)).square().mean()
 

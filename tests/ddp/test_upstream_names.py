@@ -1,4 +1,4 @@
-"""Names of torch's class that other projects use."""
+"""Private and public names of torch's DDP that other projects use."""
 
 import dataclasses
 import gc
@@ -32,7 +32,7 @@ from .whole import (
 
 
 @everywhere
-def test_parameters_that_are_ignored(group):
+def test_ignored_parameters(group):
     module = seeded(mlp, seed=group.rank())
     DDP._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
     ddp = DDP(module, process_group=group)
@@ -53,7 +53,7 @@ def test_parameters_that_are_ignored(group):
 
 
 @everywhere
-def test_the_module_that_runs(group):
+def test_active_ddp_module(group):
     seen = []
 
     class Asking(nn.Linear):
@@ -71,7 +71,7 @@ def test_the_module_that_runs(group):
 
 
 @everywhere
-def test_what_is_told_for_logs(group):
+def test_logging_data_has_torchs_keys(group):
     ddp, _ = wrapped(mlp, group, bucket_cap_mb=TINY)
     ddp._set_ddp_runtime_logging_sample_rate(2)
     with pytest.raises(ValueError, match="sample_rate"):
@@ -79,7 +79,7 @@ def test_what_is_told_for_logs(group):
     assert ddp._get_ddp_logging_data()["iteration"] == 0
     with ddp.no_sync():  # not counted
         squares(ddp, share(batch(0, group.size()), group)).backward()
-    for step in range(130):  # more than there are statistics of
+    for step in range(130):  # more than stats() keeps
         squares(ddp, share(batch(step, group.size()), group)).backward()
     data = ddp._get_ddp_logging_data()
     place = (group.size(), group.rank())
@@ -91,7 +91,7 @@ def test_what_is_told_for_logs(group):
 
 
 @everywhere
-def test_hooks_are_removed(group):
+def test_remove_autograd_hooks(group):
     ddp, _whole = wrapped(mlp, group)
     rows = share(batch(0, group.size()), group)
     squares(ddp, rows).backward()
@@ -101,7 +101,7 @@ def test_hooks_are_removed(group):
 
 
 @everywhere
-def test_settings_that_are_accepted(group):
+def test_torchs_private_settings_are_accepted(group):
     ddp, whole = wrapped(mlp, group)
     ddp._set_ddp_sink_clone(False)
     ddp._set_sparse_metadata({})
@@ -117,7 +117,7 @@ def test_settings_that_are_accepted(group):
 
 
 @everywhere
-def test_a_pass_that_is_not_over(group):
+def test_check_reducer_finalized_raises_during_backward(group):
     ddp, _ = wrapped(mlp, group)
     said = []
 
@@ -133,7 +133,7 @@ def test_a_pass_that_is_not_over(group):
 
 
 @everywhere
-def test_another_group(group):
+def test_update_process_group(group):
     ddp, whole = wrapped(mlp, group)
     squares(ddp, torch.ones(1, 5)).backward()
     ddp.zero_grad()
@@ -157,7 +157,7 @@ def test_another_group(group):
 
 
 @everywhere
-def test_nothing_is_reduced_without_hooks(group):
+def test_gradients_stay_local_without_autograd_hooks(group):
     ddp, whole = wrapped(mlp, group)
     rows = share(batch(0, group.size()), group)
     squares(ddp, rows).backward()
@@ -175,12 +175,12 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_of_torchs_module(name):
+def test_torchs_module_level_names_exist(name):
     assert name in vars(phalanx.ddp)
     assert name in vars(torch.nn.parallel.distributed)
 
 
-def test_tensors_are_found_as_torch_finds_them():
+def test_find_tensors_matches_torch():
     @dataclasses.dataclass
     class Pair:
         first: object
@@ -194,7 +194,7 @@ def test_tensors_are_found_as_torch_finds_them():
     assert list(phalanx.ddp._find_tensors("text")) == []
 
 
-def test_structures_are_taken_apart_and_put_together():
+def test_tree_flatten_with_rref_round_trip():
     nested = {"a": [1, (2, None)], "b": torch.ones(2)}
     leaves, spec, is_rref = phalanx.ddp._tree_flatten_with_rref(nested)
     assert (leaves[:2], is_rref) == ([1, 2], False)
@@ -203,7 +203,7 @@ def test_structures_are_taken_apart_and_put_together():
     assert again["b"] is nested["b"]
 
 
-def test_variables_are_printed(monkeypatch, capsys):
+def test_dump_env_vars(monkeypatch, capsys):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -214,7 +214,7 @@ def test_variables_are_printed(monkeypatch, capsys):
 
 @everywhere
 @pytest.mark.parametrize("clones", [True, False])
-def test_a_sink_passes_tensors_on_and_gradients_back(group, clones):
+def test_ddp_sink_forward_and_backward(group, clones):
     ddp, whole = wrapped(mlp, group)
     ddp._set_ddp_sink_clone(clones)
     for step in range(3):
@@ -238,7 +238,7 @@ def outcome(function, *args):
 
 
 @alone
-def test_inputs_are_divided_and_outputs_collected_as_torchs_class_does(group):
+def test_scatter_and_gather_match_torch(group):
     ours, theirs = (kind(mlp(), process_group=group) for kind in (DDP, TorchDDP))
     for args in (((7, "a"), {"b": 1}, [0, 1]), ((), {}, [0]), ((torch.ones(4),), {}, [0])):
         assert outcome(ours.scatter, *args) == outcome(theirs.scatter, *args)
@@ -247,7 +247,7 @@ def test_inputs_are_divided_and_outputs_collected_as_torchs_class_does(group):
 
 
 @alone
-def test_devices(group):
+def test_device_attributes_and_to_kwargs(group):
     ddp = DDP(mlp(), process_group=group)
     assert (ddp.device, ddp.device_type, ddp.device_ids) == (torch.device("cpu"), "cpu", None)
     (inputs,), (kwargs,) = ddp.to_kwargs((torch.ones(4, 2), 7), {"a": [torch.ones(3)]}, 0)
@@ -255,7 +255,7 @@ def test_devices(group):
 
 
 @everywhere
-def test_a_wrapper_that_nobody_needs_goes_away(group):
+def test_unreferenced_ddp_is_garbage_collected(group):
     module = mlp()
     ddp = DDP(module, process_group=group)
     for step in range(3):
@@ -264,7 +264,7 @@ def test_a_wrapper_that_nobody_needs_goes_away(group):
     del ddp
     gc.collect()
     assert gone() is None
-    squares(module, torch.ones(1, 5)).backward()  # which the hooks that are left do not disturb
+    squares(module, torch.ones(1, 5)).backward()  # leftover hooks do nothing
     assert all(p.grad is not None for p in module.parameters())
 
 
@@ -289,7 +289,7 @@ INHERITED = {
     "to_kwargs": None,
     "train": lambda ddp: ddp.train().eval(),
 }
-"""What needs nothing that torch's constructor makes; how one rank on a CPU calls it, if it can."""
+"""Inherited names, and how to call each on one CPU rank if that is possible."""
 REFUSED = (
     "_check_global_requires_backward_grad_sync",
     "_ddp_init_helper",
@@ -304,7 +304,7 @@ REFUSED = (
 )
 
 
-def test_every_name_of_torchs_class_is_overridden_or_known_to_work():
+def test_every_torch_name_is_overridden_or_listed():
     def owner(name):
         return next(each for each in DDP.__mro__ if name in vars(each))
 
@@ -314,12 +314,12 @@ def test_every_name_of_torchs_class_is_overridden_or_known_to_work():
 
 @alone
 @pytest.mark.parametrize("name", [name for name, call in INHERITED.items() if call])
-def test_what_is_inherited_works(group, name):
+def test_inherited_method_works(group, name):
     INHERITED[name](DDP(mlp(), process_group=group))
 
 
 @on_pairs
-def test_a_rank_without_data_takes_the_buffers_of_another(group):
+def test_rank_without_data_receives_buffers(group):
     ddp = DDP(nn.BatchNorm1d(2), process_group=group)
     ddp.module.running_mean.fill_(group.rank() + 1)
     if group.rank() == 0:
@@ -331,7 +331,7 @@ def test_a_rank_without_data_takes_the_buffers_of_another(group):
 
 @alone
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_works_on_torchs_internals_says_what_to_use(group, name):
+def test_methods_on_torchs_internals_raise_with_an_alternative(group, name):
     ddp = DDP(mlp(), process_group=group)
     with pytest.raises(
         InvalidState, match=rf"^{name}\(\) works on internals.*Instead, (use|pass|wrap)"
@@ -340,7 +340,7 @@ def test_what_works_on_torchs_internals_says_what_to_use(group, name):
 
 
 @everywhere
-def test_a_forward_pass_in_its_three_parts(group):
+def test_forward_split_into_pre_run_and_post(group):
     ddp, whole = wrapped(mlp, group)
     for step in range(3):
         rows = batch(step, group.size())
@@ -356,7 +356,7 @@ def test_a_forward_pass_in_its_three_parts(group):
 
 
 @alone
-def test_a_subclass_overrides_a_part_of_forward(group):
+def test_subclass_may_override_part_of_forward(group):
     class Doubling(DDP):
         def _run_ddp_forward(self, *inputs, **kwargs):
             return 2 * super()._run_ddp_forward(*inputs, **kwargs)
@@ -371,7 +371,7 @@ def test_a_subclass_overrides_a_part_of_forward(group):
 
 
 @alone
-def test_small_checks_of_torchs_class(group):
+def test_torchs_private_checks(group):
     ddp = DDP(mlp(), process_group=group)
     ddp._check_default_group()
     ddp._setup_in_backward_optimizers()

@@ -1,7 +1,7 @@
-"""The oracle: one process that saw the whole batch, in plain torch.
+"""The oracle: a single process that trains on the whole batch in plain torch.
 
-Bodies run on any group. A rank's rows are its share of a batch that every rank makes alike, so each
-rank can run the oracle itself, on a copy of the module.
+Bodies run on any group. Every rank generates the same batch and trains on its part of it, so each
+rank can run the oracle on a copy of the module.
 """
 
 import copy
@@ -16,9 +16,9 @@ from phalanx.testing import over_groups
 
 
 def over_cases(*cases, **options):
-    """Parametrize a test body over some pairs of backend and size, such as ``"shm-2"``.
+    """Parametrize a test body over pairs of backend and world size, such as ``"shm-2"``.
 
-    Backend and size are independent, so pairs cover as much as their product.
+    Backend and world size are independent, so a few pairs cover as much as the product.
     """
     backends, sizes = zip(*(case.split("-") for case in cases), strict=True)
     options = {"reuse": True, "timeout": 30, **options}
@@ -38,15 +38,15 @@ def over_cases(*cases, **options):
 
 
 everywhere = over_cases("local-1", "shm-2", "local-4")
-"""Most bodies: threads and processes, alone, as a pair, and more than this."""
+"""The default: threads and processes, world sizes 1, 2 and 4."""
 several = over_cases("local-2", "shm-4", timeout=20)
-"""Bodies in which ranks differ, and leave the group as they found it."""
+"""For bodies in which ranks behave differently."""
 on_pairs = over_cases("local-2", "shm-2")
-"""Bodies for which more ranks make no difference."""
+"""For bodies where two ranks are enough."""
 on_every_backend = over_cases("local-4", "shm-2", "shm-4", "gloo-2", timeout=60)
-"""Bodies whose calls differ between backends: ranks that leave, ranks that are shadowed."""
+"""For bodies whose collectives differ between backends, such as leave and shadow."""
 alone = over_groups(backends=("local",), sizes=(1,))
-"""Bodies that never come to a group."""
+"""For bodies that make no collective."""
 both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
 """``gradient_as_bucket_view``."""
 TINY = 1e-6  # MiB: every parameter has a bucket of its own
@@ -57,18 +57,18 @@ ROWS = 4  # per rank and step
 
 
 def batch(step, size, width=5):
-    """Make the batch of all ranks; the generator is our own, for ranks may be threads."""
+    """Return the batch of all ranks; a private generator, since ranks may be threads."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randn(ROWS * size, width, generator=generator)
 
 
 def share(rows, group):
-    """Tell this rank's part of a batch."""
+    """Return this rank's part of a batch."""
     return rows[group.rank() * ROWS :][:ROWS]
 
 
 def seeded(make, seed=0):
-    """Make a module whose weights depend on the seed alone, even among threads."""
+    """Return a module whose weights depend only on the seed, also with threads."""
     module = make()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def seeded(make, seed=0):
 
 
 def wrapped(make, group, **options):
-    """Wrap a module that has other weights on every rank, and return it with an equal copy."""
+    """Wrap a module with rank-dependent weights; return it and a copy with rank 0's weights."""
     module = seeded(make, seed=group.rank())
     ddp = DDP(module, process_group=group, **options)
     whole = seeded(make, seed=0)
@@ -89,23 +89,23 @@ def wrapped(make, group, **options):
 
 
 def squares(module, rows, step=0, rank=0):
-    """Make a loss of a module's only output."""
+    """Return the mean square of a module's output."""
     return module(rows).square().mean()
 
 
 def whole_loss(whole, rows, group, loss, step):
-    """Tell the mean of what the ranks' losses are, in one process that has all their rows."""
+    """Return the mean of the ranks' losses, computed in one process."""
     parts = rows.split(ROWS)
     losses = [loss(whole, part, step, rank) for rank, part in enumerate(parts)]
     return sum(losses) / len(losses)
 
 
 def train(make, group, loss, *, steps=4, set_to_none=True, **options):
-    """Train a module wrapped and whole, comparing gradients in every step; return both.
+    """Train a wrapped module and the oracle, comparing gradients in every step; return both.
 
-    Rank 0 has the oracle, and the others have the gradients that it has, to the last bit.
-    `loss(module, rows, step, rank)` is the loss of one rank. Numbers are float64, so that the order
-    of summation does not matter and a mistake does.
+    Rank 0 compares with the oracle; the other ranks compare with rank 0, bit for bit.
+    `loss(module, rows, step, rank)` is the loss of one rank. Values are float64, so that the order
+    of summation does not matter.
     """
     ddp, whole = wrapped(lambda: make().double(), group, **options)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, whole)]
@@ -124,14 +124,14 @@ def train(make, group, loss, *, steps=4, set_to_none=True, **options):
 
 
 def both(ddp, whole, group, step, loss=squares):
-    """Run one backward pass on both."""
+    """Run one backward pass on both modules."""
     rows = batch(step, group.size())
     loss(ddp, share(rows, group), step, group.rank()).backward()
     whole_loss(whole, rows, group, loss, step).backward()
 
 
 def compare(ddp, whole, rtol=1e-6, *, set_to_none=True):
-    """Compare the gradients of both, and clear them."""
+    """Compare the gradients of both modules and zero them."""
     assert_same_gradients(ddp.module, whole, rtol)
     for module in (ddp, whole):
         module.zero_grad(set_to_none=set_to_none)
@@ -143,19 +143,19 @@ def parts(ddp, whole, rows, group):
 
 
 def inner(module):
-    """Tell the module itself, wrapped or not."""
+    """Return the unwrapped module."""
     return module.module if isinstance(module, DDP) else module
 
 
 def operations(group, action):
-    """List what a group was asked for while something was done."""
+    """Return the operations that `action` issued on a group."""
     before = [record.sequence for record in group.records()][-1:]
     action()
     return [record.operation for record in group.records() if [record.sequence] > before]
 
 
 def launched(ddp, rows):
-    """Tell how many buckets of a Sequential are under way when its first weight's turn comes."""
+    """Return how many buckets are in flight when the first layer's weight gets its gradient."""
     counts = []
     weight = ddp.module[0].weight
     hook = weight.register_hook(lambda _: counts.append(len(ddp.reducer._in_flight._works)))
@@ -166,7 +166,7 @@ def launched(ddp, rows):
 
 
 def assert_same_everywhere(ddp):
-    """Compare every gradient over the ranks, in one collective."""
+    """Compare every gradient across ranks in one collective."""
     gradients = [p.grad for p in ddp.module.parameters()]
     hashes = [0 if g is None else zlib.crc32(g.contiguous().numpy()) + 1 for g in gradients]
     cards = [card.tolist() for card in ddp._comm.gather(torch.tensor(hashes))]
@@ -174,7 +174,7 @@ def assert_same_everywhere(ddp):
 
 
 def assert_same_gradients(module, whole, rtol=1e-6):
-    """Compare every gradient with the oracle's, by the largest element."""
+    """Compare every gradient with the oracle's, relative to the largest element."""
     for (name, mine), theirs in zip(module.named_parameters(), whole.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None), f"{name}: one has no gradient"
         if mine.grad is not None:
@@ -190,10 +190,10 @@ def assert_close(mine, theirs, name="", rtol=1e-6):
 
 
 def mlp():
-    """Make a small network."""
+    """Return a small network."""
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
 def copy_of(module):
-    """Copy a module that is not wrapped."""
+    """Copy an unwrapped module."""
     return copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""A joinable that counts the ranks with data, and the steps that others made."""
+"""A joinable that counts the ranks with data and the shadowed steps."""
 
 import torch
 
@@ -20,7 +20,7 @@ class Hook(JoinHook):
 
 
 class Counter(Joinable):
-    """Adds up 1 of every rank that has data, once per step."""
+    """Sums 1 from every rank with data, once per step."""
 
     def __init__(self, group, name="counter"):
         super().__init__()

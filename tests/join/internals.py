@@ -1,4 +1,4 @@
-"""The private names that tests of this package use; everything else is public."""
+"""Private names used by the tests of this package."""
 
 from phalanx.join import _join, _JoinConfig
 

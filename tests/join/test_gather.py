@@ -1,4 +1,4 @@
-"""Outputs and metrics of which ranks have different amounts, gathered without padding."""
+"""gather_uneven: gathers rows of different lengths without padding."""
 
 from collections import namedtuple
 from datetime import timedelta
@@ -21,7 +21,7 @@ COUNTS = {"uneven": (3, 1, 4, 2), "one has none": (0, 2, 1, 1), "nobody has any"
 
 
 def rows_of(rank, count, *shape, dtype=torch.float32):
-    """Make rows that say whose they are."""
+    """Return rows whose values identify their rank."""
     numbers = torch.arange(count * torch.Size(shape).numel()) + 100 * rank
     return numbers.view(count, *shape).to(dtype)
 
@@ -37,7 +37,7 @@ def assert_equal(mine, expected):
 
 
 def operations(group, action):
-    """List the collectives that a group was asked for while something was done, with shapes."""
+    """Return the collectives that `action` issued on a group, with shapes."""
 
     def collectives():
         return [r for r in group.records() if r.operation not in ("send", "recv")]
@@ -47,12 +47,12 @@ def operations(group, action):
     return [(r.operation, r.shape) for r in collectives() if r.sequence > before]
 
 
-# -- whatever ranks have -------------------------------------------------------------------
+# -- inputs --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @everywhere
-def test_rows_come_in_the_order_of_ranks(group, counts):
+def test_rows_are_in_rank_order(group, counts):
     counts = counts[: group.size()]
     mine = counts[group.rank()]
     for shape in ((), (2,), (2, 3)):
@@ -61,7 +61,7 @@ def test_rows_come_in_the_order_of_ranks(group, counts):
 
 
 @everywhere
-def test_only_one_rank_may_want_it(group):
+def test_dst_receives_and_other_ranks_get_none(group):
     counts = (3, 1, 4, 0)[: group.size()]
     rows = rows_of(group.rank(), counts[group.rank()], 2)
     for dst in range(group.size()):
@@ -77,7 +77,7 @@ TYPES += (torch.float8_e4m3fn, torch.uint16)
 
 
 @everywhere
-def test_every_type(group):
+def test_every_dtype(group):
     for dtype in TYPES:
         rows = torch.arange(3 * group.rank()).view(-1, 3).to(dtype)
         whole = [torch.arange(3 * rank).view(-1, 3).to(dtype) for rank in range(group.size())]
@@ -91,7 +91,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 @everywhere
-def test_trees(group):
+def test_nested_trees(group):
     rank, size = group.rank(), group.size()
     tree = {
         "pred": rows_of(rank, rank, 2),
@@ -99,7 +99,7 @@ def test_trees(group):
         7: rank / 4,
         "nothing": None,
     }
-    if rank == 1:  # the order of keys means nothing
+    if rank == 1:  # key order does not matter
         tree = dict(reversed(tree.items()))
     result = phalanx.gather_uneven(tree, group)
     assert list(result) == list(tree)
@@ -115,7 +115,7 @@ def test_trees(group):
 
 
 @everywhere
-def test_who_has_nothing_need_not_know_what_the_others_have(group):
+def test_rank_without_rows_need_not_know_the_structure(group):
     tree = {"pred": rows_of(1, 2, 3, dtype=torch.int32), "loss": [0.5]}
     parts = {"pred": torch.empty(0, 9), "loss": [None]}
     for nothing in (None, torch.empty(0), {"pred": None, "loss": None}, parts):
@@ -125,14 +125,14 @@ def test_who_has_nothing_need_not_know_what_the_others_have(group):
 
 
 @everywhere
-def test_nobody_has_anything(group):
+def test_no_rank_has_rows(group):
     assert phalanx.gather_uneven(None, group) is None
     one = torch.empty(0, 3, dtype=torch.int64) if group.rank() == 1 else torch.empty(0)
     assert_equal(phalanx.gather_uneven(one, group), torch.empty(0, 3, dtype=torch.int64))
 
 
 @everywhere
-def test_tensors_in_any_state(group):
+def test_strided_and_requires_grad_tensors(group):
     base = torch.arange(12.0).view(3, 4).requires_grad_()
     for rows in (base.t(), base[::2], torch.arange(4.0).to(torch.complex64).conj(), base[1:, :0]):
         result = phalanx.gather_uneven(rows, group)
@@ -141,7 +141,7 @@ def test_tensors_in_any_state(group):
 
 
 @everywhere
-def test_many_tensors_take_another_round(group):
+def test_many_tensors_take_another_exchange(group):
     tree = {f"metric number {i}": rows_of(group.rank(), i % 3) for i in range(40)}
     result = phalanx.gather_uneven(tree if group.rank() else None, group)
     for i in range(40):
@@ -150,7 +150,7 @@ def test_many_tensors_take_another_round(group):
 
 
 @everywhere
-def test_nobody_sends_more_than_there_is(group):
+def test_no_padding_is_sent(group):
     counts = [1, 60_000, 0, 2][: group.size()]
     rows = rows_of(group.rank(), counts[group.rank()])
     assert operations(group, lambda: phalanx.gather_uneven(rows, group)) == [
@@ -162,7 +162,7 @@ def test_nobody_sends_more_than_there_is(group):
 
 @st.composite
 def uneven_trees(draw):
-    """Draw the shape of a row and the counts of each rank, of a few tensors; and a destination."""
+    """Draw counts, row shapes and dtypes of a few tensors, and a destination."""
     size = draw(st.integers(2, 4))
     counts = st.lists(st.integers(0, 6), min_size=size, max_size=size)
     shapes = st.lists(st.integers(0, 3), max_size=2)
@@ -187,16 +187,16 @@ def gather_drawn(ctx, drawn):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=uneven_trees())
-def test_any_counts_and_any_shapes(threads, drawn):
+def test_any_counts_and_shapes(threads, drawn):
     threads.run(gather_drawn, drawn[0], args=(drawn,))
 
 
-# -- in the order of one process -----------------------------------------------------------
+# -- interleaved order ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @everywhere
-def test_a_samplers_order_is_restored_and_its_repetitions_dropped(group, shuffle):
+def test_interleaved_order_restores_the_samplers_order(group, shuffle):
     for length in (1, 7, 8, 13):
         rank, size = group.rank(), group.size()
         sampler = DistributedSampler(range(length), size, rank, shuffle=shuffle)
@@ -206,20 +206,20 @@ def test_a_samplers_order_is_restored_and_its_repetitions_dropped(group, shuffle
         whole = DistributedSampler(range(length), 1, 0, shuffle=shuffle)
         assert result["ids"].tolist() == list(whole)
         assert result["rows"][:, 1].tolist() == list(whole)
-        assert result["rank"].tolist() == list(range(size))  # numbers are no samples
+        assert result["rank"].tolist() == list(range(size))  # one value per rank
         kept = phalanx.gather_uneven(mine, group, order="interleaved")
         assert len(kept) == len(sampler) * size
 
 
 @everywhere
-def test_without_repetitions_the_last_turn_is_not_everybodys(group):
+def test_interleaved_order_without_total_keeps_a_partial_last_round(group):
     mine = torch.arange(group.rank(), 2 * group.size() + 1, group.size())
     result = phalanx.gather_uneven(mine, group, order="interleaved")
     assert result.tolist() == list(range(2 * group.size() + 1))
 
 
 @everywhere
-def test_a_total_of_which_something_is_missing_is_refused(group):
+def test_total_with_missing_rows_is_rejected(group):
     rows = {"pred": torch.ones(2 if group.rank() else 1)}
     with pytest.raises(
         errors.InvalidArgument, match="rank 0 of . must have 2 rows, got 1, at ..pred"
@@ -253,11 +253,11 @@ def gather_among_the_rest(ctx, backend):
 
 @pytest.mark.parametrize("backend", ["local", "shm"])
 def test_ranks_that_have_left_are_not_in_the_result(threads, ranks, backend):
-    crew = {"local": threads, "shm": ranks}[backend]
-    crew.run(gather_among_the_rest, 4, args=(backend,))
+    pool = {"local": threads, "shm": ranks}[backend]
+    pool.run(gather_among_the_rest, 4, args=(backend,))
 
 
-# -- what does not fit ---------------------------------------------------------------------
+# -- mismatches ----------------------------------------------------------------------------
 
 
 MISFITS = {
@@ -273,7 +273,7 @@ MISFITS = {
 
 @pytest.mark.parametrize(("one", "other", "told"), MISFITS.values(), ids=MISFITS)
 @on_pairs
-def test_what_does_not_fit_is_named_on_all_ranks(group, one, other, told):
+def test_mismatch_is_named_on_all_ranks(group, one, other, told):
     for dst in (None, 1):
         with pytest.raises(errors.RankMismatch, match=told):
             phalanx.gather_uneven(other if group.rank() else one, group, dst=dst)
@@ -299,7 +299,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("tree", "options", "kind", "told"), MISTAKES.values(), ids=MISTAKES)
 @on_pairs
-def test_one_ranks_mistake_is_told_to_all(group, tree, options, kind, told):
+def test_bad_input_on_one_rank_is_raised_on_all(group, tree, options, kind, told):
     mine = (tree, options) if group.rank() else (1, {})
     with pytest.raises(kind, match=told):
         phalanx.gather_uneven(mine[0], group, **mine[1])
@@ -307,14 +307,14 @@ def test_one_ranks_mistake_is_told_to_all(group, tree, options, kind, told):
 
 
 @on_pairs
-def test_ranks_that_ask_for_different_things(group):
+def test_different_arguments_on_ranks_are_rejected(group):
     order = "interleaved" if group.rank() else "ranks"
     with pytest.raises(errors.RankMismatch, match="rank 0 passed .*'ranks'.* rank 1 passed"):
         phalanx.gather_uneven(1, group, order=order)
 
 
 @on_pairs
-def test_the_group_is_the_current_one(group):
+def test_default_is_the_current_group(group):
     with process_group(group):
         assert phalanx.gather_uneven(group.rank()).tolist() == [0, 1]
     with pytest.raises(errors.InvalidArgument, match="gather_uneven has no group"):

@@ -1,4 +1,4 @@
-"""Ranks that run out of data at different steps, over every kind of group."""
+"""Join: ranks run out of data at different steps, on every backend."""
 
 import warnings
 
@@ -30,7 +30,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @everywhere
-def test_ranks_without_data_keep_the_others_company(group, lengths):
+def test_ranks_without_data_shadow_the_others(group, lengths):
     lengths = lengths[: group.size()]
     mine, most = lengths[group.rank()], max(lengths)
     counter = Counter(group)
@@ -42,7 +42,7 @@ def test_ranks_without_data_keep_the_others_company(group, lengths):
 
 
 @everywhere
-def test_joinables_come_in_order(group):
+def test_joinables_run_in_order(group):
     log, counters = [], [Counter(group, "a"), Counter(group, "b")]
     mine = 1 + group.rank()
     with Join(counters, log=log, scale=2):
@@ -54,7 +54,7 @@ def test_joinables_come_in_order(group):
 
 
 @everywhere
-def test_the_first_joinable_learns_how_many_have_data(group):
+def test_first_joinable_gets_the_number_of_ranks_with_data(group):
     first, second = Counter(group), Counter(group)
     with Join([first, second]):
         if group.rank() == 0:
@@ -65,7 +65,7 @@ def test_the_first_joinable_learns_how_many_have_data(group):
 
 
 class Steps(Counter):
-    """One that makes up for a step by making it, as sharded optimizers do."""
+    """A joinable that shadows a step by running it, as sharded optimizers do."""
 
     def join_hook(self, **kwargs):
         hook = super().join_hook(**kwargs)
@@ -74,7 +74,7 @@ class Steps(Counter):
 
 
 @everywhere
-def test_a_hook_may_be_the_joinables_own_step(group):
+def test_main_hook_may_be_the_joinables_own_step(group):
     steps = Steps(group)
     with Join([steps]):
         take([steps], group.rank())
@@ -82,7 +82,7 @@ def test_a_hook_may_be_the_joinables_own_step(group):
 
 
 @everywhere
-def test_uneven_inputs_can_be_an_error_on_all_ranks(group):
+def test_throw_on_early_termination_raises_on_all_ranks(group):
     counter = Counter(group)
     with (
         pytest.raises(errors.UnevenInputs, match="exhausted") as caught,
@@ -91,13 +91,13 @@ def test_uneven_inputs_can_be_an_error_on_all_ranks(group):
         take([counter], 2 if group.rank() else 1)
     assert isinstance(caught.value, RuntimeError)
     assert ("rank 0 " in str(caught.value)) is (group.rank() == 0)
-    with Join([counter], throw_on_early_termination=True):  # even ones are none, and nothing broke
+    with Join([counter], throw_on_early_termination=True):  # even inputs do not raise
         take([counter], 2)
     assert counter.shadowed == 0
 
 
 @everywhere
-def test_a_block_that_is_off_does_nothing(group):
+def test_disabled_join_does_nothing(group):
     counter = Counter(group)
     with Join([counter], enable=False):
         assert counter.step() is None
@@ -106,7 +106,7 @@ def test_a_block_that_is_off_does_nothing(group):
 
 
 @everywhere
-def test_blocks_can_be_nested_and_entered_again(group):
+def test_joins_can_be_nested_and_reentered(group):
     outer, inner = Counter(group), Counter(group)
     with Join([outer]):
         outer.step()
@@ -124,7 +124,7 @@ def test_blocks_can_be_nested_and_entered_again(group):
 
 
 @apart
-def test_who_raises_does_not_keep_the_others(group):
+def test_error_in_the_block_aborts_the_other_ranks(group):
     counter = Counter(group)
     expected = ZeroDivisionError if group.rank() else errors.GroupAborted
     with pytest.raises(expected) as caught, Join([counter]):
@@ -138,7 +138,7 @@ def test_who_raises_does_not_keep_the_others(group):
 
 
 @apart
-def test_a_hook_that_raises_does_not_keep_the_others(group):
+def test_error_in_a_hook_aborts_the_other_ranks(group):
     counter = Counter(group)
     counter.add_up = lambda mine: 1 / mine  # a step, and a hook that fails
     expected = ZeroDivisionError if group.rank() else errors.GroupAborted
@@ -147,7 +147,7 @@ def test_a_hook_that_raises_does_not_keep_the_others(group):
 
 
 @on_pairs
-def test_leaving_the_block_early_is_running_out_of_data(group):
+def test_early_return_counts_as_running_out_of_data(group):
     counter = Counter(group)
 
     def loop():
@@ -162,7 +162,7 @@ def test_leaving_the_block_early_is_running_out_of_data(group):
 
 
 @over_groups(backends=("gloo",), sizes=(2,), reuse=True)  # processes: warnings are caught there
-def test_great_skew_is_warned_of_once(group):
+def test_large_skew_warns_once(group):
     counter, usual = Counter(group), _join.SKEW_WARNING_STEPS
     _join.SKEW_WARNING_STEPS = 3
     try:
@@ -178,7 +178,7 @@ def test_great_skew_is_warned_of_once(group):
 
 
 @over_groups(backends=("local",), sizes=(2,))
-def test_bad_input(group, ctx):
+def test_bad_joinables_are_rejected(group, ctx):
     with pytest.raises(ValueError, match="at least one joinable"):
         Join([])
     with pytest.raises(TypeError, match="not a Joinable"):
@@ -199,20 +199,20 @@ def test_bad_input(group, ctx):
         Joinable()
 
 
-def test_the_disabled_config():
+def test_disabled_join_config():
     config = _JoinConfig.construct_disabled_join_config()
     assert config == (False, False, False)
     assert config._fields == ("enable", "throw_on_early_termination", "is_first_joinable")
 
 
 class Groupless(Counter):
-    """Has no group of its own, as torch's joinables may."""
+    """A joinable without a group, as torch's may be."""
 
     join_process_group = None
 
 
 @everywhere
-def test_the_current_group_is_the_default(group):
+def test_default_is_the_current_group(group):
     with process_group(group):
         join = Join([Groupless(group)])
     with join:

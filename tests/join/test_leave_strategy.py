@@ -1,4 +1,4 @@
-"""Ranks that leave when their data are over, over every kind of group, and what can go wrong."""
+"""The leave strategy: ranks leave the group when out of data, and failures meanwhile."""
 
 import os
 import re
@@ -21,7 +21,7 @@ apart = over_groups(sizes=(3, 4))
 
 
 class Leaver(Counter):
-    """One whose steps are right with any number of ranks."""
+    """A joinable that works with any number of members."""
 
     is_in_step = False
 
@@ -45,7 +45,7 @@ def count(lengths, mine):
 
 
 @everywhere
-def test_calls_go_on_among_those_who_have_data(group):
+def test_collectives_continue_among_ranks_with_data(group):
     leaver, lengths = Leaver(group), lengths_of(group)
     mine = lengths[group.rank()]
     for _ in range(2):
@@ -53,8 +53,8 @@ def test_calls_go_on_among_those_who_have_data(group):
             assert join.leaves
             for _ in range(mine):
                 leaver.step()
-                leaver.counts.append(leaver.add_up(1.0))  # a call of the user's own
-        assert leaver.add_up(1.0) == group.size()  # everybody is a member again
+                leaver.counts.append(leaver.add_up(1.0))  # a collective issued by the user
+        assert leaver.add_up(1.0) == group.size()  # all ranks are members again
         assert join.report.steps == tuple(lengths)
         assert leaver.was_last is (group.rank() == 0)
     assert leaver.counts == [n for n in count(lengths, mine) for _ in range(2)] * 2
@@ -62,7 +62,7 @@ def test_calls_go_on_among_those_who_have_data(group):
 
 
 @everywhere
-def test_a_loop_needs_no_block(group):
+def test_uneven_loop_needs_no_join_block(group):
     leaver, lengths = Leaver(group), lengths_of(group)
     loop = phalanx.uneven(range(lengths[group.rank()]), leaver)
     assert len(loop) == lengths[group.rank()]
@@ -74,7 +74,7 @@ def test_a_loop_needs_no_block(group):
 
 
 @everywhere
-def test_nobody_has_data(group):
+def test_no_rank_has_data(group):
     leaver = Leaver(group)
     for _ in phalanx.uneven([], leaver):
         raise AssertionError("there is none")
@@ -83,7 +83,7 @@ def test_nobody_has_data(group):
 
 
 @on_pairs
-def test_one_rank_has_a_thousand_times_as_much(group):
+def test_one_rank_has_a_thousand_times_the_data(group):
     leaver = Leaver(group)
     loop = phalanx.uneven(range(1000 if group.rank() else 1), leaver)
     for _ in loop:
@@ -96,7 +96,7 @@ def test_one_rank_has_a_thousand_times_as_much(group):
 
 
 @everywhere
-def test_the_report_in_words(group):
+def test_report_text(group):
     leaver = Leaver(group)
     loop = phalanx.uneven(range(group.rank() + 1), leaver)
     for _ in loop:
@@ -109,7 +109,7 @@ def test_the_report_in_words(group):
 
 
 @everywhere
-def test_a_report_of_shadows(group):
+def test_report_of_the_shadow_strategy(group):
     counter, lengths = Counter(group), lengths_of(group)
     with Join([counter]) as join:
         take([counter], lengths[group.rank()])
@@ -141,7 +141,7 @@ def in_a_block(leaver, steps):
 
 @pytest.mark.parametrize("way", [break_off, come_back, in_a_block])
 @everywhere
-def test_a_loop_may_be_left_early(group, way):
+def test_loop_may_be_left_early(group, way):
     leaver = Leaver(group)
     way(leaver, 1 if group.rank() else 4)
     assert leaver.counts == [group.size(), 1, 1, 1][: len(leaver.counts)]
@@ -150,7 +150,7 @@ def test_a_loop_may_be_left_early(group, way):
 
 
 @everywhere
-def test_blocks_around_the_same_loop(group):
+def test_nested_joins_around_one_loop(group):
     one, other = Leaver(group), Leaver(group)
     with Join([one]) as outer, Join([other]) as inner, Join([one]):
         for _ in range(group.rank()):
@@ -162,7 +162,7 @@ def test_blocks_around_the_same_loop(group):
 
 
 @apart
-def test_a_block_inside_of_anothers_loop(group):
+def test_join_inside_the_loop_of_another_is_rejected(group):
     outer, inner = Leaver(group), Leaver(group)
     with pytest.raises(errors.RankMismatch, match="different joins"), Join([outer]):
         for _ in range(1 + group.rank()):
@@ -184,8 +184,8 @@ def loader_that_raises(steps):
 
 
 @apart
-def test_who_raises_is_named_to_all_others(group):
-    """Rank 0 is asleep, rank 1 has data, and rank 2 raises."""
+def test_rank_that_raises_is_named_on_all_others(group):
+    """Rank 0 has left, rank 1 has data, and rank 2 raises."""
     leaver = Leaver(group)
     expected = Broken if group.rank() == 2 else errors.GroupAborted
     with pytest.raises(expected) as caught, Join([leaver]):
@@ -198,7 +198,7 @@ def test_who_raises_is_named_to_all_others(group):
 
 
 @apart
-def test_a_generator_that_raises_is_named_to_all_others(group):
+def test_rank_whose_loader_raises_is_named_on_all_others(group):
     leaver = Leaver(group)
     loader = loader_that_raises(2) if group.rank() == 2 else range(5 * group.rank())
     expected = Broken if group.rank() == 2 else errors.GroupAborted
@@ -208,7 +208,7 @@ def test_a_generator_that_raises_is_named_to_all_others(group):
 
 
 @apart
-def test_a_loop_that_is_left_in_the_middle_of_a_step(group):
+def test_break_in_the_middle_of_a_step_aborts_the_group(group):
     leaver = Leaver(group)
     told = "rank 2.*, because it left the loop in the middle of a step"
     if group.rank() == 2:
@@ -227,12 +227,12 @@ def test_a_loop_that_is_left_in_the_middle_of_a_step(group):
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_who_dies_is_named_to_all_others(ranks, backend):
+def test_dead_rank_is_named_on_all_others(ranks, backend):
     ranks.run(lose_one, 3, args=(backend,), expect_dead=[2], timeout=30)
 
 
 def lose_one(ctx, backend):
-    """Rank 0 is asleep and rank 1 in a step when rank 2 is gone."""
+    """Rank 0 has left and rank 1 is in a step when rank 2 dies."""
     group = ctx.group(backend)
     leaver = Leaver(group)
     with pytest.raises(errors.PeerLost) as caught:
@@ -244,8 +244,8 @@ def lose_one(ctx, backend):
 
 
 @apart
-def test_who_sleeps_hears_of_errors_that_the_others_share(group):
-    """Ranks 1 and 2 find that they disagree; rank 0 is asleep, and not part of it."""
+def test_departed_rank_gets_errors_of_the_remaining_ranks(group):
+    """Ranks 1 and 2 raise RankMismatch; rank 0 has left and is not involved."""
     leaver = Leaver(group)
     expected = errors.RankMismatch if group.rank() else errors.GroupAborted
     with pytest.raises(expected) as caught, Join([leaver]):
@@ -259,7 +259,7 @@ def test_who_sleeps_hears_of_errors_that_the_others_share(group):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 @apart
-def test_interrupts_are_told_to_the_others(group, error):
+def test_interrupt_on_one_rank_aborts_the_others(group, error):
     leaver = Leaver(group)
     expected = errors.GroupAborted if group.rank() else error
     with pytest.raises(expected), Join([leaver]):
@@ -270,7 +270,7 @@ def test_interrupts_are_told_to_the_others(group, error):
 
 
 @everywhere
-def test_a_loop_that_is_off(group):
+def test_disabled_loop_does_nothing(group):
     leaver = Leaver(group)
     loop = phalanx.uneven(range(1 + group.rank()), leaver, enable=False)
     assert sum(1 for _ in loop) == 1 + group.rank()
@@ -278,7 +278,7 @@ def test_a_loop_that_is_off(group):
 
 
 @over_groups(backends=("local",), sizes=(2,))
-def test_bad_input(group):
+def test_bad_arguments_are_rejected(group):
     leaver = Leaver(group)
     with pytest.raises(ValueError, match="needs a joinable"):
         phalanx.uneven([1])

@@ -1,4 +1,4 @@
-"""Torch's joinables in our block, and ours in torch's."""
+"""torch's joinables in our Join, and ours in torch's."""
 
 import sys
 import warnings
@@ -17,7 +17,7 @@ from .counting import Counter, take
 
 @contextmanager
 def world(ctx, backend):
-    hook = sys.excepthook  # which torch wraps once more every time
+    hook = sys.excepthook  # torch wraps it again on every init
     dist.init_process_group(backend, store=ctx.store, rank=ctx.rank, world_size=ctx.size)
     try:
         yield
@@ -30,7 +30,7 @@ def world(ctx, backend):
 
 def zero_redundancy_optimizer():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's module warns of itself
+        warnings.simplefilter("ignore")  # torch's module warns on import
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer
 
@@ -60,7 +60,7 @@ def theirs_in_ours(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_torchs_joinables_in_our_block(ranks, backend):
+def test_torchs_joinables_in_our_join(ranks, backend):
     ranks.run(theirs_in_ours, 2, args=(backend,), timeout=30)
 
 
@@ -81,7 +81,7 @@ def ours_in_theirs(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_our_joinables_in_torchs_block(ranks, backend):
+def test_our_joinables_in_torchs_join(ranks, backend):
     ranks.run(ours_in_theirs, 2, args=(backend,), timeout=30)
 
 
@@ -99,15 +99,15 @@ def torchs_early_termination(ctx, is_wrapped):
                     if is_wrapped:
                         raise RuntimeError(f"step {step}: {error}") from error
                     raise
-        dist.barrier()  # the group is as good as before
+        dist.barrier()  # the group still works
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["plain", "wrapped"])
-def test_uneven_inputs_of_torchs_joinables_leave_the_group_whole(ranks, is_wrapped):
+def test_early_termination_of_torchs_joinables_keeps_the_group_usable(ranks, is_wrapped):
     ranks.run(torchs_early_termination, 2, args=(is_wrapped,), timeout=30)
 
 
-def test_ours_pass_for_torchs():
+def test_joinable_and_hook_subclass_torchs():
     assert issubclass(Joinable, upstream.Joinable)
     assert issubclass(JoinHook, upstream.JoinHook)
 
@@ -121,5 +121,5 @@ def gather_over_torchs_default_group(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_rows_are_gathered_over_torchs_default_group(ranks, backend):
+def test_gather_uneven_over_torchs_default_group(ranks, backend):
     ranks.run(gather_over_torchs_default_group, 2, args=(backend,))

@@ -1,4 +1,4 @@
-"""Buckets for hooks, made without a module, and gradients that every rank can make for all."""
+"""Buckets without a module, and seeded gradients that every rank can compute for all."""
 
 import torch
 from torch.nn import Parameter
@@ -8,9 +8,9 @@ from phalanx.testing import over_groups
 from ..internals import GradBucket
 
 everywhere = over_groups(backends=("local", "shm"), sizes=(2, 4), reuse=True)
-"""Threads and processes, as a pair and more."""
+"""Threads and processes, world sizes 2 and 4."""
 on_threads = over_groups(backends=("local",), sizes=(2, 4))
-"""What the memory of the ranks has no part in."""
+"""For tests that do not depend on shared memory."""
 
 SHAPES = ((6, 5), (7,), (3, 2, 4))
 
@@ -25,13 +25,13 @@ def bucket_of(*gradients, index=0, is_last=True, group=None, names=None):
 
 
 def gradients(rank, step=0, *, shapes=SHAPES, dtype=torch.float32):
-    """Make what a rank has in a step; anybody can, for the generator is seeded."""
+    """Return a rank's gradients of a step, from a seeded generator."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def flat_gradients(size, step=0, **options):
-    """Make what all ranks have in a step, flat, by rank."""
+    """Return the flat gradients of a step for every rank."""
     everyones = (gradients(rank, step, **options) for rank in range(size))
     return [torch.cat([each.reshape(-1) for each in mine]) for mine in everyones]
 
@@ -50,5 +50,5 @@ def run(hook, state, group, step=0, *, index=0, is_last=True, **options):
 
 
 def assert_near(result, expected):
-    """Compare what was reckoned in float32 with the oracle."""
+    """Compare a float32 result with the oracle."""
     torch.testing.assert_close(result.double(), expected.double(), rtol=1e-5, atol=1e-6)

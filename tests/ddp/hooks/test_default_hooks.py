@@ -1,4 +1,4 @@
-"""Hooks without a memory, against their formulas: all-reduce, nothing, halves, chains."""
+"""Stateless hooks against their formulas: all-reduce, noop, compression, chains."""
 
 import inspect
 
@@ -42,14 +42,14 @@ HALVES = {
 
 
 @everywhere
-def test_all_reduce_is_the_mean(group):
+def test_allreduce_hook_computes_the_mean(group):
     mean = mean_of(flat_gradients(group.size()))
     for state in (None, group):  # the bucket's group, or one that is given
         assert_near(run(allreduce_hook, state, group), mean)
 
 
 @everywhere
-def test_the_result_is_in_the_buckets_own_memory(group):
+def test_result_is_in_the_bucket_buffer(group):
     for hook in (allreduce_hook, noop_hook, fp16_compress_hook):
         bucket = bucket_of(*gradients(group.rank()), group=group)
         before = bucket.buffer()
@@ -58,37 +58,37 @@ def test_the_result_is_in_the_buckets_own_memory(group):
 
 
 @on_threads
-def test_noop_leaves_everybody_its_own(group):
+def test_noop_hook_keeps_the_local_gradient(group):
     mine = flat_gradients(group.size())[group.rank()]
     assert torch.equal(run(noop_hook, None, group), mine)
 
 
 @everywhere
-def test_halves_are_divided_and_then_added(group):
+def test_compressed_gradients_are_divided_before_summation(group):
     size = group.size()
     for dtype, (hook, _) in HALVES.items():
         expected = sum((each.to(dtype) / size).double() for each in flat_gradients(size))
         result = run(hook, None, group)
         assert result.dtype == torch.float32
-        eps = torch.finfo(dtype).eps  # of a sum, which is rounded once or after each addition
+        eps = torch.finfo(dtype).eps  # the sum is rounded once or after each addition
         torch.testing.assert_close(result.double(), expected, rtol=eps, atol=2 * eps)
 
 
 @on_threads
-def test_large_halves_do_not_overflow(group):
+def test_large_fp16_values_do_not_overflow(group):
     bucket = bucket_of(torch.full((3,), 60000.0), group=group)
     assert fp16_compress_hook(None, bucket).wait().tolist() == [60000.0] * 3
 
 
 @everywhere
-def test_a_wrapper_around_all_reduce_is_the_hook(group):
+def test_wrapper_around_allreduce_equals_the_compress_hook(group):
     for hook, wrapper in HALVES.values():
         for same in (wrapper(allreduce_hook), chain(wrapper, allreduce_hook)):
             assert torch.equal(run(same, None, group), run(hook, None, group))
 
 
 @on_threads
-def test_a_wrapped_hook_sees_halves_and_its_caller_does_not(group):
+def test_wrapped_hook_sees_fp16_and_its_caller_float32(group):
     seen = []
 
     def looking(state, bucket):
@@ -108,7 +108,7 @@ def test_a_wrapped_hook_sees_halves_and_its_caller_does_not(group):
 
 
 @on_threads
-def test_a_chain_is_gone_through_from_left_to_right_and_back(group):
+def test_chain_runs_left_to_right_and_back(group):
     steps = []
 
     def named(name):
@@ -128,7 +128,7 @@ def test_a_chain_is_gone_through_from_left_to_right_and_back(group):
     assert chain(noop_hook) is noop_hook
 
 
-def test_a_chain_needs_wrappers_and_a_hook():
+def test_bad_chains_are_rejected():
     with pytest.raises(ValueError, match="at least one hook"):
         chain()
     with pytest.raises(TypeError, match="must be callable, got 7"):
@@ -150,7 +150,7 @@ def test_sparse_gradients_are_averaged(group):
 
 
 @on_threads
-def test_several_buckets_may_be_under_way(group):
+def test_several_buckets_in_flight(group):
     size = group.size()
     buckets = [bucket_of(*gradients(group.rank(), i), index=i, group=group) for i in range(5)]
     pending = [fp16_compress_hook(None, bucket) for bucket in buckets]
@@ -160,24 +160,24 @@ def test_several_buckets_may_be_under_way(group):
 
 
 @over_groups(backends=("local", "shm"), sizes=(2,))
-def test_the_kind_of_error_is_kept_on_the_way_through_futures(group):
+def test_error_class_survives_chained_futures(group):
     bucket = bucket_of(torch.zeros(2 + group.rank()), group=group)
     with pytest.raises(RankMismatch):
         chain(fp16_compress_wrapper, allreduce_hook)(None, bucket).wait()
 
 
-def test_without_any_group_it_says_so():
+def test_missing_group_is_an_error():
     with pytest.raises(InvalidState, match="pass process_group"):
         allreduce_hook(None, bucket_of(torch.zeros(2)))
 
 
-def test_a_rank_is_not_a_group():
+def test_bad_process_group_is_rejected():
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None, got 3"):
         allreduce_hook(3, bucket_of(torch.zeros(2)))
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_torchs_check_of_signatures_passes(name):
+def test_hook_signatures_pass_torchs_check(name):
     signature = inspect.signature(getattr(hooks, name))
     assert signature.parameters["bucket"].annotation is dist.GradBucket
     assert signature.return_annotation == Future[torch.Tensor]
@@ -185,7 +185,7 @@ def test_torchs_check_of_signatures_passes(name):
 
 
 @pytest.mark.parametrize("kind", ["complex64", "sparse float32"])
-def test_what_cannot_be_compressed_is_refused(kind):
+def test_incompressible_buckets_are_rejected(kind):
     values = torch.eye(2).to_sparse() if "sparse" in kind else torch.zeros(2, dtype=torch.complex64)
     told = rf"fp16_compress_wrapper\(allreduce_hook\) compresses dense .* bucket 0 is {kind}"
     with pytest.raises(InvalidArgument, match=told):

@@ -1,4 +1,4 @@
-"""DiLoCo, against one process that plays all ranks."""
+"""DiLoCo, compared with a single process that simulates all ranks."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def step(optimizer, parameters, rank, number):
 
 
 class Oracle:
-    """All ranks and their outer optimizer, by the papers' formulas, in float64."""
+    """All ranks and their outer optimizer by the papers' formulas, in float64."""
 
     def __init__(self, size, *, every, fragments=1, delay=0, alpha=0.0):
         self.ranks = [[p.detach().double() for p in model()] for _ in range(size)]
@@ -34,7 +34,7 @@ class Oracle:
         self.sent = {}
 
     def step(self, number):
-        """Take the step of all ranks after which there have been `number`."""
+        """Take step `number`, counted from 1, on all ranks."""
         for rank, mine in enumerate(self.ranks):
             for p, g in zip(mine, gradients(rank, number - 1, shapes=SHAPES), strict=True):
                 p.sub_(RATE * g.double())
@@ -47,7 +47,7 @@ class Oracle:
                 self.receive(i, self.sent.pop((i, number)))
 
     def receive(self, i, delta):
-        """Apply Nesterov's momentum, and mix."""
+        """Apply Nesterov momentum and mix with the local parameters."""
         self.velocity[i] = 0.9 * self.velocity[i] + delta
         self.anchors[i] = self.anchors[i] - 0.7 * (delta + 0.9 * self.velocity[i])
         for mine in self.ranks:
@@ -67,7 +67,7 @@ def wrapped(parameters, group, every, **options):
 
 
 @everywhere
-def test_it_is_the_papers_algorithm(group):
+def test_matches_the_papers_algorithm(group):
     for options in SETTINGS:
         parameters, oracle = model(), Oracle(group.size(), **options)
         optimizer = wrapped(parameters, group, **options)
@@ -79,8 +79,8 @@ def test_it_is_the_papers_algorithm(group):
 
 
 @everywhere
-def test_it_goes_on_from_a_checkpoint_to_the_last_bit(group):
-    for saved_after in (5, 6, 7):  # among them is one with something under way
+def test_resume_from_a_checkpoint_is_bitwise_exact(group):
+    for saved_after in (5, 6, 7):  # one of them has a fragment in flight
         options = SETTINGS[2]
         parameters = model()
         optimizer = wrapped(parameters, group, **options)
@@ -96,7 +96,7 @@ def test_it_goes_on_from_a_checkpoint_to_the_last_bit(group):
 
 
 @on_threads
-def test_fragments_and_the_outer_optimizer_may_be_chosen(group):
+def test_custom_fragments_and_outer_optimizer(group):
     parameters = model()
     parts = [parameters[2:], parameters[:2]]
     optimizer = wrapped(
@@ -110,7 +110,7 @@ def test_fragments_and_the_outer_optimizer_may_be_chosen(group):
     step(optimizer, parameters, group.rank(), 0)
     moved = [g * RATE for g in gradients(0, 0, shapes=SHAPES)]
     others = [gradients(rank, 0, shapes=SHAPES) for rank in range(group.size())]
-    for i in (0, 1):  # a rate of one takes the mean as it is
+    for i in (0, 1):  # lr=1.0 yields the plain mean
         expected = begun[i] - RATE * torch.stack([each[i] for each in others]).mean(0)
         torch.testing.assert_close(parameters[i].detach(), expected)
     if group.rank() == 0:
@@ -128,7 +128,7 @@ def test_one_step_sends_one_fragment(group):
 
 
 @on_threads
-def test_settings_that_make_no_sense_are_refused(group):
+def test_bad_settings_are_rejected(group):
     parameters = model()
     for options, told in (
         ({"every": 0}, "sync_every must be an integer of at least 1, got 0"),

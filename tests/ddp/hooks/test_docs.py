@@ -1,4 +1,4 @@
-"""What the page about hooks shows is run, and stays short."""
+"""The code blocks of docs/ddp_hooks.md run and are short."""
 
 import re
 from pathlib import Path
@@ -11,16 +11,16 @@ from phalanx.testing import over_groups
 
 PAGE = Path(__file__).parents[3] / "docs" / "ddp_hooks.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)[1:]
-"""All but the first, which is a program of its own, and run as such."""
+"""All but the first, which is a standalone program with its own test."""
 
 
-def test_blocks_are_short():
+def test_doc_blocks_are_short():
     assert len(BLOCKS) >= 7
     assert max(len(block.splitlines()) for block in BLOCKS) <= 30
 
 
 @over_groups(backends=("shm",), sizes=(2,), reuse=True)
-def test_every_block_trains(group, tmp_path):
+def test_every_doc_block_trains(group, tmp_path):
     for block in BLOCKS:
         model = DDP(nn.Linear(8, 8), process_group=group)
         names = {"model": model, "group": group, "path": tmp_path / str(group.rank())}

@@ -1,4 +1,4 @@
-"""The law of error feedback, and what a checkpoint must hold so that it goes on."""
+"""Error feedback: conservation of gradients, and state dicts of the hooks."""
 
 import copy
 import json
@@ -53,7 +53,7 @@ two = ThreadRanks(2)
         max_size=4,
     )
 )
-def test_what_was_sent_and_what_is_held_back_are_all_gradients(name, steps):
+def test_sent_plus_residual_equals_the_gradients(name, steps):
     hook, make = LOSSY[name]
 
     def body(context):
@@ -74,7 +74,7 @@ def test_what_was_sent_and_what_is_held_back_are_all_gradients(name, steps):
 
 @on_threads
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_seen_in_its_step_and_in_no_other(group, value):
+def test_non_finite_values_affect_only_their_own_step(group, value):
     for name, (hook, make) in LOSSY.items():
         state = make()
         state.iter = 2
@@ -84,7 +84,7 @@ def test_what_is_not_finite_is_seen_in_its_step_and_in_no_other(group, value):
         if group.rank() == 0:
             bucket.buffer().fill_(value)
         result = hook(state, bucket).wait()
-        # Random places show what is at them.
+        # random-k shows only the sampled indices.
         assert not result[result != 0].isfinite().all(), name
         assert group.rank() or torch.equal(state.error_dict[0], held), name
         assert state.error_dict[0].isfinite().all(), name
@@ -107,13 +107,13 @@ WAYS = {
 
 
 @everywhere
-def test_training_goes_on_from_a_checkpoint_to_the_last_bit(group):
+def test_resume_from_a_checkpoint_is_bitwise_exact(group):
     for name, (hook, make) in STATEFUL.items():
         for way, save in WAYS.items():
             state = make()
             for step in range(4):
                 run(hook, state, group, step)
-            # A group cannot be saved; the bucket's takes its place.
+            # A group cannot be saved; the bucket's group is used instead.
             loaded = save(state, make())
             assert loaded.process_group is None
             for step in range(4, 7):
@@ -122,7 +122,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_last_bit(group):
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_state_dict_is_plain_data_and_a_copy(name, threads):
+def test_state_dict_is_plain_data_and_a_copy(name, threads):
     hook, make = STATEFUL[name]
 
     def body(context):
@@ -138,14 +138,14 @@ def test_a_state_dict_is_plain_data_and_a_copy(name, threads):
     threads.run(body, 2)
 
 
-def test_the_state_of_another_hook_is_refused():
+def test_state_dict_of_another_hook_is_rejected():
     saved = TopKState().state_dict()
     with pytest.raises(InvalidArgument, match=r"PowerSGDState must have \['error_dict', .* got"):
         PowerSGDState(None).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_hook_without_its_state_says_which_it_needs(name):
+def test_wrong_hook_state_names_the_expected_class(name):
     hook, make = STATEFUL[name]
     needed = type(make()).__name__
     for wrong in (None, 3, object()):

@@ -1,4 +1,4 @@
-"""What a hook is given: torch's interface, and views that follow the buffer."""
+"""GradBucket: torch's interface, and gradient views that follow the buffer."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ def public(kind):
     return {name for name in vars(kind) if not name.startswith("_")}
 
 
-def test_it_has_what_torchs_has_the_group_and_names():
+def test_has_torchs_methods_plus_group_and_names():
     assert public(GradBucket) == public(dist.GradBucket) | {"group", "names"}
 
 
-def test_it_shows_the_same_numbers_flat_and_one_by_one():
+def test_buffer_and_gradients_share_memory():
     made = gradients(0)
     bucket = bucket_of(*made, index=3, is_last=False)
     assert (bucket.index(), bucket.is_last(), bucket.group) == (3, False, None)
@@ -45,7 +45,7 @@ def test_gradients_follow_a_new_buffer(room):
     assert new[30:37].eq(2).all()
 
 
-def test_gradients_keep_the_layout_of_their_parameter():
+def test_gradients_keep_the_memory_format_of_their_parameter():
     flat = torch.arange(24.0)
     last = torch.empty(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
     bucket = GradBucket(0, flat, [flat.as_strided(last.shape, last.stride())], [], True)
@@ -70,7 +70,7 @@ def test_arguments_have_names():
     assert bucket.buffer() is flat
 
 
-def test_a_sparse_gradient_is_the_buffer():
+def test_sparse_gradient_is_the_buffer():
     first, second = (torch.eye(3).mul(n).to_sparse() for n in (1, 2))
     bucket = GradBucket(0, first, [first], [], True)
     bucket.set_buffer(second)
@@ -88,7 +88,7 @@ def test_a_sparse_gradient_is_the_buffer():
         (torch.zeros(61).to_sparse(), "got sparse_coo"),
     ],
 )
-def test_a_buffer_without_room_is_refused(tensor, told):
+def test_unsuitable_buffer_is_rejected(tensor, told):
     bucket = bucket_of(*gradients(0))
     old = bucket.buffer()
     with pytest.raises(ValueError, match=told):
@@ -96,6 +96,6 @@ def test_a_buffer_without_room_is_refused(tensor, told):
     assert bucket.buffer() is old
 
 
-def test_a_buffer_is_a_tensor():
+def test_buffer_must_be_a_tensor():
     with pytest.raises(TypeError, match="got list"):
         bucket_of(*gradients(0)).set_buffer([1.0])

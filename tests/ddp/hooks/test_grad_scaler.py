@@ -1,4 +1,4 @@
-"""A GradScaler that leaves out a step on one rank does not part it from the others."""
+"""A GradScaler that skips a step on one rank does not make ranks diverge."""
 
 import pytest
 import torch
@@ -17,22 +17,22 @@ def post_local(optim, group):
 
 def diloco(optim, group):
     def plain(anchors):
-        return torch.optim.SGD(anchors, lr=1.0)  # takes the mean of the ranks as it is
+        return torch.optim.SGD(anchors, lr=1.0)  # yields the plain mean
 
     return DiLoCo(optim, sync_every=2, process_group=group, outer=plain)
 
 
 WRAPPERS = {post_local: 0, diloco: 1}
-"""And after which of two steps they average."""
+"""Wrapper to the step of two after which it averages."""
 
 
 def is_bad(rank, number):
-    """Tell whether a rank's gradient is infinite in a step: of one rank, and of all."""
+    """Whether a rank's gradient is infinite in a step: on one rank, then on all."""
     return number == 5 or (number in (2, 3) and rank == 1)
 
 
 def expected(size, turn):
-    """Train all ranks in one process; a step with what is not finite is left out."""
+    """Simulate all ranks in one process; steps with non-finite gradients are skipped."""
     ranks = torch.ones(size).double()
     for number in range(STEPS):
         for rank in range(size):
@@ -43,7 +43,7 @@ def expected(size, turn):
 
 
 def train(wrapper, group, *, unscales=False, fused=False):
-    """Train one number with a scaler; returns it, and the scaler."""
+    """Train one parameter with a scaler; return both."""
     parameter = nn.Parameter(torch.ones(3))
     optim = torch.optim.SGD([parameter], lr=RATE, fused=fused or None)
     optimizer = wrapper(optim, group)
@@ -63,7 +63,7 @@ def train(wrapper, group, *, unscales=False, fused=False):
 
 
 @everywhere
-def test_ranks_stay_together_whatever_a_scaler_finds(group):
+def test_skipped_steps_do_not_make_ranks_diverge(group):
     for wrapper, turn in WRAPPERS.items():
         mine = expected(group.size(), turn)[group.rank()].expand(3)
         for options in ({}, {"unscales": True}, {"fused": True}):
@@ -74,7 +74,7 @@ def test_ranks_stay_together_whatever_a_scaler_finds(group):
 
 
 @on_threads
-def test_a_step_that_fails_leaves_nothing_of_the_scaler_behind(group):
+def test_failed_step_clears_the_scaler_attributes(group):
     parameter = nn.Parameter(torch.ones(3))
     optimizer = post_local(torch.optim.SGD([parameter], lr=RATE), group)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -89,7 +89,7 @@ def test_a_step_that_fails_leaves_nothing_of_the_scaler_behind(group):
 
 
 @on_threads
-def test_a_scaler_that_is_off_is_as_none(group):
+def test_disabled_scaler_has_no_effect(group):
     parameter = nn.Parameter(torch.ones(3))
     optimizer = post_local(torch.optim.SGD([parameter], lr=RATE), group)
     scaler = torch.amp.GradScaler("cpu", enabled=False)

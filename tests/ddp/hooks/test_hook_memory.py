@@ -1,4 +1,4 @@
-"""What hooks remember stays with its parameters, whatever buckets those come in."""
+"""Hook state follows its parameters when buckets are rebuilt."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ from ..whole import TINY
 from .buckets import assert_near, bucket_of, everywhere, gradients, on_threads
 
 SHAPES = {"a": (6, 5), "b": (5, 6), "c": (4, 3), "d": (7,)}
-"""The first two have as many elements."""
+"""The first two have the same number of elements."""
 PLANS = {
     "as it was": [["a", "b"], ["c", "d"]],
     "reversed": [["d", "c"], ["b", "a"]],
@@ -43,7 +43,7 @@ HOOKS = {
 
 
 def step_of(hook, state, group, number, plan):
-    """Run a hook on the buckets of a plan; returns the result for each parameter."""
+    """Run a hook on the buckets of a plan; return the gradients and the results by name."""
     values = gradients(group.rank(), number, shapes=SHAPES.values())
     mine = dict(zip(SHAPES, values, strict=True))
     results = {}
@@ -62,7 +62,7 @@ def step_of(hook, state, group, number, plan):
 
 @on_threads
 @pytest.mark.parametrize("name", HOOKS)
-def test_everything_is_sent_once_to_its_own_parameter_under_any_plan(group, name):
+def test_residuals_follow_parameters_across_bucket_plans(group, name):
     hook, make = HOOKS[name]
     state = make()
     total = {each: torch.zeros(shape).double() for each, shape in SHAPES.items()}
@@ -79,7 +79,7 @@ def test_everything_is_sent_once_to_its_own_parameter_under_any_plan(group, name
 
 
 @everywhere
-def test_power_sgd_goes_on_under_another_plan_with_the_same_numbers(group):
+def test_power_sgd_results_do_not_depend_on_the_bucket_plan(group):
     for name in ("powerSGD", "cold"):
         hook, make = HOOKS[name]
         state, other = make(), make()
@@ -89,12 +89,12 @@ def test_power_sgd_goes_on_under_another_plan_with_the_same_numbers(group):
         for number, plan in enumerate(PLANS.values(), start=4):
             _, expected = step_of(hook, state, group, number, PLANS["as it was"])
             _, results = step_of(hook, other, group, number, plan)
-            for each in SHAPES:  # where a matrix begins in memory may change its product's bits
+            for each in SHAPES:  # alignment may change the bits of a matrix product
                 assert_near(results[each], expected[each])
 
 
 class Product(nn.Module):
-    """Its second parameter never gets any gradient, as the first is zero."""
+    """The gradient of its second parameter is always zero, since the first is zero."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class Product(nn.Module):
 
 
 @everywhere
-def test_training_goes_on_from_a_checkpoint_in_a_module_that_has_yet_to_plan(group):
+def test_checkpoint_loads_before_buckets_are_rebuilt(group):
     rows = torch.tensor([1.0, 2.0, 3.0, 4.0])
     for cap in (25, TINY):
 
@@ -131,7 +131,7 @@ def test_training_goes_on_from_a_checkpoint_in_a_module_that_has_yet_to_plan(gro
 
 
 @on_threads
-def test_what_is_frozen_is_forgotten_and_what_thaws_begins_anew(group):
+def test_frozen_parameters_lose_their_state(group):
     state = TopKState(k=1, start_iter=0)
     step_of(topk_hook, state, group, 0, PLANS["as it was"])
     assert set(state.error_dict) == set(SHAPES)
@@ -146,7 +146,7 @@ def test_what_is_frozen_is_forgotten_and_what_thaws_begins_anew(group):
 
 
 @on_threads
-def test_a_parameter_may_be_laid_out_in_another_way_when_it_comes_again(group):
+def test_state_survives_a_memory_format_change(group):
     state = TopKState(k=1, start_iter=0)
     values = torch.arange(1.0, 49.0).view(4, 3, 2, 2)
     for layout in (torch.contiguous_format, torch.channels_last):
@@ -161,7 +161,7 @@ def test_a_parameter_may_be_laid_out_in_another_way_when_it_comes_again(group):
 
 
 @on_threads
-def test_a_state_without_names_loads_and_gives_nothing_to_parameters_with_names(group):
+def test_unnamed_state_is_not_applied_to_named_parameters(group):
     state = TopKState(k=1, start_iter=0)
     topk_hook(state, bucket_of(torch.arange(4.0), group=group)).wait()
     saved = state.state_dict()
@@ -174,7 +174,7 @@ def test_a_state_without_names_loads_and_gives_nothing_to_parameters_with_names(
 
 
 @on_threads
-def test_a_parameter_may_be_called_by_a_number(group):
+def test_parameter_names_may_be_numeric(group):
     state = TopKState(k=1, start_iter=0)
     bucket = bucket_of(torch.arange(4.0), torch.zeros(2), group=group, names=["0", "1"])
     topk_hook(state, bucket).wait()
@@ -184,7 +184,7 @@ def test_a_parameter_may_be_called_by_a_number(group):
 
 
 @on_threads
-def test_parts_of_a_bucket_are_saved_without_the_whole(group):
+def test_state_is_saved_per_parameter_not_per_bucket(group):
     names = [f"layer{i}" for i in range(50)]
     state = TopKState(k=1, start_iter=0)
     values = [torch.ones(1000) for _ in names]

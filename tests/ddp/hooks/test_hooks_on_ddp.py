@@ -1,4 +1,4 @@
-"""The hooks on our module: many buckets, accumulation, parameters that are not used."""
+"""Hooks on our DDP: many buckets, accumulation, unused parameters."""
 
 import contextlib
 import importlib.util
@@ -19,7 +19,7 @@ from .buckets import everywhere
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
-# States that keep all of a small model, so that one process is the oracle; and how near it is.
+# States that lose nothing on a small model, so one process is the oracle; and the tolerance.
 NEAR = {
     "allreduce_hook": (lambda: None, 1e-5),
     "fp16_compress_hook": (lambda: None, 5e-3),
@@ -50,7 +50,7 @@ def loss_of(module, rows, step, rank):
 
 
 def largest_difference(ddp, whole):
-    """Compare gradients, by the largest element of all; one that nobody has is none to both."""
+    """Return the largest gradient difference relative to the largest element."""
     pairs = list(zip(ddp.module.parameters(), whole.parameters(), strict=True))
     assert all((mine.grad is None) == (theirs.grad is None) for mine, theirs in pairs)
     pairs = [(mine.grad, theirs.grad) for mine, theirs in pairs if mine.grad is not None]
@@ -59,7 +59,7 @@ def largest_difference(ddp, whole):
 
 
 @everywhere
-def test_every_hook_averages_many_buckets_some_of_them_unused(group):
+def test_every_hook_averages_many_buckets_with_unused_parameters(group):
     for name, (make, close) in NEAR.items():
         ddp, whole = wrapped(Sometimes, group, bucket_cap_mb=TINY)
         ddp.register_comm_hook(make(), getattr(hooks, name))
@@ -73,7 +73,7 @@ def test_every_hook_averages_many_buckets_some_of_them_unused(group):
 
 
 @everywhere
-def test_gradients_that_were_kept_local_are_averaged_with_the_next(group):
+def test_every_hook_averages_accumulated_gradients(group):
     for name, (make, close) in NEAR.items():
         ddp, whole = wrapped(lambda: nn.Linear(5, 3), group)
         ddp.register_comm_hook(make(), getattr(hooks, name))
@@ -92,7 +92,7 @@ def test_gradients_that_were_kept_local_are_averaged_with_the_next(group):
 
 
 @everywhere
-def test_all_ranks_keep_the_same_model_with_what_loses_most(group):
+def test_ranks_stay_in_sync_with_lossy_hooks(group):
     hook = chain(hooks.bf16_compress_wrapper, hooks.powerSGD_hook)
     for state, each in (
         (PowerSGDState(None, 1, 2, min_compression_rate=0), hook),
@@ -110,7 +110,7 @@ def test_all_ranks_keep_the_same_model_with_what_loses_most(group):
 
 
 def run_example(ctx, names):
-    """Run examples/hooks.py as a script would, for one epoch; returns what it printed."""
+    """Run examples/hooks.py for one epoch and return its output."""
     sys.path.insert(0, str(EXAMPLES))
     spec = importlib.util.spec_from_file_location("hooks_example", EXAMPLES / "hooks.py")
     example = importlib.util.module_from_spec(spec)
@@ -122,7 +122,7 @@ def run_example(ctx, names):
 
 
 @pytest.mark.slow
-def test_the_example_tells_how_much_less_is_sent(ranks):
+def test_example_reports_bytes_per_step(ranks):
     names = ["allreduce", "fp16", "topk"]
     printed, other = ranks.run(run_example, 2, args=(names,), timeout=60)
     told = re.findall(r"(\w+): accuracy ([\d.]+)%, ([\d,]+) bytes a step", printed)

@@ -1,4 +1,4 @@
-"""Our hooks on torch's own DDP and Gloo, and torch's hooks on our bucket."""
+"""Our hooks on torch's DDP with Gloo, and torch's hooks on our GradBucket."""
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ OURS = {
     "randomk_hook": (lambda: hooks.RandomKState(k=1000, start_iter=0), 1e-6),
     "post_localSGD_hook": (lambda: hooks.PostLocalSGDState(None, None, 9), 1e-6),
 }
-"""States that keep all of a small model, so that the mean is the oracle; and how near it is."""
+"""States that lose nothing on a small model, so the mean is the oracle; and the tolerance."""
 
 
 def train_under_torch(ctx):
@@ -63,8 +63,8 @@ def itself(group):
     return group
 
 
-# Two kinds are left out that fail on torch's own DDP and Gloo, as of 2.13: those that quantize take
-# NCCL's way to tell what was gathered for granted; batched PowerSGD fails an assertion of its own.
+# Left out because they fail on torch's own DDP with Gloo as of 2.13: the quantization hooks, which
+# assume NCCL's allgather result layout, and batched PowerSGD, which fails an assertion of its own.
 THEIRS = [
     (default_hooks.allreduce_hook, itself, 1e-6),
     (default_hooks.fp16_compress_hook, itself, 1e-2),
@@ -78,7 +78,7 @@ THEIRS = [
 
 
 @over_groups(backends=("shm",), sizes=(2, 4), reuse=True)  # not threads: torch has one seed for all
-def test_torchs_hooks_take_our_bucket(group):
+def test_torchs_hooks_accept_our_bucket(group):
     for hook, make, close in THEIRS:
         state = make(group)
         for step in range(4):
@@ -88,11 +88,11 @@ def test_torchs_hooks_take_our_bucket(group):
 
 
 @over_groups(backends=("shm", "gloo"), sizes=(3,), reuse=True)
-def test_torchs_power_sgd_in_half_precision_with_many_buckets(group):
-    """Its later calls are made where the earlier ones end, by whichever thread that is.
+def test_torchs_fp16_power_sgd_with_many_buckets(group):
+    """It issues later collectives from the callbacks of earlier ones, on any thread.
 
-    Torch's DDP has the calls of several buckets under way at a time, and their order may differ
-    between ranks: on Gloo it hangs, on our groups it raises RankMismatch. Ours has one bucket's.
+    torch's DDP has several buckets in flight, so the order of those collectives may differ between
+    ranks: Gloo hangs, our groups raise RankMismatch. Our DDP runs one bucket at a time.
     """
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     ddp.register_comm_hook(
@@ -104,7 +104,7 @@ def test_torchs_power_sgd_in_half_precision_with_many_buckets(group):
 
 
 class Descent:
-    """What torch's hook takes for a functional optimizer."""
+    """A minimal functional optimizer for torch's hook."""
 
     def step_param(self, parameter, gradient):
         with torch.no_grad():
@@ -112,7 +112,7 @@ class Descent:
 
 
 @everywhere
-def test_an_optimizer_runs_in_torchs_hook_around_ours(group):
+def test_torchs_overlapped_optimizer_around_our_hook(group):
     bucket = bucket_of(*gradients(group.rank()), group=group)
     hook = overlap._hook_then_optimizer(
         hooks.allreduce_hook, overlap._OptimizerHookState(Descent())

@@ -1,4 +1,4 @@
-"""Models that train apart: post-local SGD, averagers, and the optimizer around them."""
+"""Local SGD: post-local SGD, model averagers and their optimizer."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ of_four = over_groups(backends=("local", "shm"), sizes=(4,), reuse=True)
 
 
 def parameters_of(rank, dtypes=(torch.float32, torch.float64)):
-    """Make parameters that are this rank's number everywhere, of several types."""
+    """Return parameters filled with the rank, of several dtypes."""
     made = [nn.Parameter(torch.full((2, 3), float(rank), dtype=dtype)) for dtype in dtypes]
     return [*made, nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)]
 
@@ -31,7 +31,7 @@ def values(parameters):
 
 
 @of_four
-def test_post_local_averages_over_all_and_then_over_a_few(group):
+def test_post_local_sgd_averages_over_the_group_then_the_subgroup(group):
     mine = group.rank() // 2 * 2
     subgroup = group.split_group([mine, mine + 1])
     state = PostLocalSGDState(group, subgroup, 2)
@@ -43,7 +43,7 @@ def test_post_local_averages_over_all_and_then_over_a_few(group):
 
 
 @on_threads
-def test_post_local_may_leave_everybody_alone(group):
+def test_post_local_sgd_without_gradient_allreduce(group):
     state = PostLocalSGDState(None, None, 1, post_local_gradient_allreduce=False)
     for is_last in (False, True):  # two buckets are one step
         result = run(post_localSGD_hook, state, group, is_last=is_last)
@@ -54,7 +54,7 @@ def test_post_local_may_leave_everybody_alone(group):
 
 
 @everywhere
-def test_a_period_passes_between_averages(group):
+def test_periodic_averager_averages_every_period(group):
     averager = PeriodicModelAverager(3, warmup_steps=2, process_group=group)
     mean = (group.size() - 1) / 2
     averaged = []
@@ -70,7 +70,7 @@ def test_a_period_passes_between_averages(group):
 
 
 @of_four
-def test_a_hierarchy_averages_neighbours_often_and_all_seldom(group):
+def test_hierarchical_averager_averages_subgroups_more_often(group):
     averager = HierarchicalModelAverager({2: 2, 4: 4}, warmup_steps=1, process_group=group)
     rank, pair = group.rank(), group.rank() // 2 * 2 + 0.5
     seen = []
@@ -83,7 +83,7 @@ def test_a_hierarchy_averages_neighbours_often_and_all_seldom(group):
 
 
 @on_threads
-def test_the_optimizer_steps_alone_and_averages_in_time(group):
+def test_optimizer_steps_locally_and_averages_every_period(group):
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = PostLocalSGDOptimizer(
         torch.optim.SGD([parameter], lr=1.0, momentum=0.5), PeriodicModelAverager(2, 0, group)
@@ -108,7 +108,7 @@ def test_the_optimizer_steps_alone_and_averages_in_time(group):
 
 
 @on_threads
-def test_the_optimizer_saves_how_many_steps_there_were(group):
+def test_optimizer_state_dict_has_the_step_count(group):
     def make():
         parameter = nn.Parameter(torch.ones(2))
         averager = PeriodicModelAverager(2, 3, group)
@@ -123,7 +123,7 @@ def test_the_optimizer_saves_how_many_steps_there_were(group):
     assert other.averager.step == 3
     assert other.state_dict()["state"][0]["step"] == 3
     plain = optimizer.optim.state_dict()
-    # Threads would meddle with each other's filters of warnings.
+    # Warning filters are shared between threads.
     if group.rank() == 0:
         with pytest.warns(UserWarning, match="starts at step 0"):
             other.load_state_dict(plain)
@@ -131,7 +131,7 @@ def test_the_optimizer_saves_how_many_steps_there_were(group):
 
 
 @on_threads
-def test_levels_that_make_no_sense_are_refused(group):
+def test_bad_settings_are_rejected(group):
     size = group.size()
     for levels, told in (
         ({}, "at least one period"),
@@ -158,13 +158,13 @@ def test_levels_that_make_no_sense_are_refused(group):
 
 
 @everywhere
-def test_the_current_group_is_the_default(group):
+def test_default_is_the_current_group(group):
     with process_group(group):
         averager = PeriodicModelAverager(period=2)
     assert averager.process_group is group
 
 
-def test_a_period_of_one_is_warned_of(threads):
+def test_period_of_one_warns(threads):
     def body(context):
         group = context.group()
         with pytest.warns(UserWarning, match="a period of 1") as caught:
@@ -176,7 +176,7 @@ def test_a_period_of_one_is_warned_of(threads):
     threads.run(body, 1)
 
 
-def test_groups_are_needed():
+def test_missing_groups_are_errors():
     with pytest.raises(InvalidState, match="the hook has no group"):
         PeriodicModelAverager(2)
     with pytest.raises(TypeError, match="got 2"):

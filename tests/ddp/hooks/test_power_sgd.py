@@ -1,4 +1,4 @@
-"""PowerSGD, against a single process that has every rank's gradients, in float64."""
+"""PowerSGD, compared with a float64 single-process oracle."""
 
 import math
 
@@ -16,14 +16,14 @@ FIRST, STEPS = 2, 4
 
 
 class Oracle:
-    """One matrix on all ranks, by the paper's algorithm 1 with error feedback."""
+    """The paper's algorithm 1 with error feedback, for one matrix on all ranks."""
 
     def __init__(self, q, size):
         self.q = q.double()
         self.held = [0.0] * size
 
     def step(self, matrices):
-        """Take in the ranks' matrices; returns the approximation of their mean."""
+        """Return the approximation of the mean of the ranks' matrices."""
         full = [m.double() + held for m, held in zip(matrices, self.held, strict=True)]
         p, _ = torch.linalg.qr(mean_of([m @ self.q for m in full]))
         qs = [m.T @ p for m in full]
@@ -33,7 +33,7 @@ class Oracle:
 
 
 def known(state, *qs):
-    """Have a state begin with second factors that we know."""
+    """Initialize the Q factors of a state."""
     state.q_memory_dict[0] = torch.cat([q.reshape(-1) for q in qs]).float()
     return state
 
@@ -44,7 +44,7 @@ def matrices_of(step, place, size):
 
 
 @everywhere
-def test_it_is_the_papers_algorithm(group):
+def test_matches_the_papers_algorithm(group):
     size = group.size()
     generator = torch.Generator().manual_seed(5)
     qs = [torch.randn(m, 2, generator=generator) for m in (8, 12)]
@@ -64,10 +64,10 @@ def test_it_is_the_papers_algorithm(group):
 
 
 @everywhere
-def test_torchs_hook_gives_the_same_from_the_same_start(group):
-    """Values differ from torch's by the random numbers that the first step begins with, only.
+def test_same_result_as_torchs_hook_from_the_same_q(group):
+    """Results differ from torch's only by the random Q of the first step.
 
-    Torch's ranks hold back the other part of what is left, but their sum is the same.
+    Residuals per rank differ from torch's, but their sum is the same.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as upstream
 
@@ -86,7 +86,7 @@ def test_torchs_hook_gives_the_same_from_the_same_start(group):
 
 
 @everywhere
-def test_batched_takes_the_bucket_for_a_square(group):
+def test_batched_hook_treats_the_bucket_as_a_square_matrix(group):
     size, shapes = group.size(), ((7, 4), (3,))
     q = torch.randn(6, 1, generator=torch.Generator().manual_seed(5))
     state, oracle = known(PowerSGDState(None, 1, FIRST), q), Oracle(q, size)
@@ -98,16 +98,16 @@ def test_batched_takes_the_bucket_for_a_square(group):
             squares = [torch.cat([each, torch.zeros(5)]).view(6, 6) for each in everyones]
             expected = oracle.step(squares).view(-1)[:31]
             for held in oracle.held:
-                held.view(-1)[31:] = 0  # belongs to nobody
+                held.view(-1)[31:] = 0  # padding
         torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @on_threads
-def test_a_mean_of_low_rank_is_exact(group):
+def test_low_rank_mean_is_exact(group):
     options = {"use_error_feedback": False, "warm_start": False, "min_compression_rate": 0}
     state = PowerSGDState(group, 2, 0, **options)
     left, right = gradients(0, shapes=((9, 2), (2, 5)))  # the same on every rank
-    for scale in (1.0, 100.0):  # random anew in every step
+    for scale in (1.0, 100.0):  # Q is random in every step
         mine = scale * (group.rank() + 1) * (left @ right)
         result = hook(state, bucket_of(mine)).wait().view(9, 5)
         expected = scale * (group.size() + 1) / 2 * (left @ right)
@@ -115,7 +115,7 @@ def test_a_mean_of_low_rank_is_exact(group):
 
 
 @on_threads
-def test_all_ranks_have_the_same_bits_and_seeds_differ(group):
+def test_result_is_equal_on_all_ranks_and_depends_on_the_seed(group):
     results = []
     for seed in (0, 0, 1):
         state = PowerSGDState(group, 1, 2, random_seed=seed)
@@ -130,7 +130,7 @@ def test_all_ranks_have_the_same_bits_and_seeds_differ(group):
 
 @on_threads
 @pytest.mark.parametrize("epsilon", [0, 1e-8])
-def test_zeros_do_no_harm(group, epsilon):
+def test_zero_gradients_stay_zero(group, epsilon):
     state = PowerSGDState(group, 2, 2, orthogonalization_epsilon=epsilon, min_compression_rate=0)
     state.iter = 2
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_zeros_do_no_harm(group, epsilon):
 
 
 @on_threads
-def test_a_layout_that_is_not_contiguous_is_no_other_gradient(group):
+def test_channels_last_gives_the_same_result(group):
     flat = flat_gradients(group.size(), shapes=((4, 3, 2, 2),))[group.rank()]
     plain = flat.view(4, 3, 2, 2)
     last = plain.contiguous(memory_format=torch.channels_last)
@@ -153,7 +153,7 @@ def test_a_layout_that_is_not_contiguous_is_no_other_gradient(group):
 
 
 @on_threads
-def test_buckets_that_change_begin_anew(group):
+def test_changed_bucket_resets_the_state(group):
     state = PowerSGDState(group, 1, 2, min_compression_rate=1)
     state.iter = 2
     for rows in (8, 6):
@@ -166,11 +166,11 @@ def test_buckets_that_change_begin_anew(group):
 
 
 @on_threads
-def test_halves_may_be_factors(group):
+def test_fp16_factors(group):
     size = group.size()
     state = PowerSGDState(group, 4, 2, min_compression_rate=1)
     state.iter = 2
-    shapes = ((4, 40),)  # of rank four: nothing is held back
+    shapes = ((4, 40),)  # rank four, so the approximation is exact
     result = run(chain(fp16_compress_wrapper, hook), state, group, shapes=shapes)
     expected = mean_of(flat_gradients(size, shapes=shapes))
     torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.02)
@@ -178,7 +178,7 @@ def test_halves_may_be_factors(group):
 
 @pytest.mark.parametrize("epsilon", [0, 1e-8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_columns_become_orthonormal(epsilon, dtype):
+def test_orthogonalize_makes_columns_orthonormal(epsilon, dtype):
     matrix = torch.randn(30, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
     before = matrix.clone().double()
     orthogonalize(matrix, epsilon)
@@ -201,12 +201,12 @@ def test_columns_become_orthonormal(epsilon, dtype):
         ({"orthogonalization_epsilon": math.nan}, "orthogonalization_epsilon must be"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(options, told):
+def test_bad_settings_are_rejected(options, told):
     with pytest.raises(ValueError, match=told):
         PowerSGDState(None, **options)
 
 
-def test_bad_input_is_refused():
+def test_bad_input_is_rejected():
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None, got 0"):
         PowerSGDState(0)
     for each in (hook, batched_powerSGD_hook):

@@ -1,4 +1,4 @@
-"""The names of the package, beside torch's, and hooks that are registered by theirs."""
+"""Public names of phalanx.ddp.hooks compared with torch's, and registration by type."""
 
 import inspect
 import warnings
@@ -55,14 +55,14 @@ PROMISED = {
 }
 
 
-def test_everything_public_is_promised_and_documented():
+def test_public_names_are_listed_and_documented():
     visible = {name for name in vars(hooks) if not name.startswith("_")}
     assert visible == PROMISED
     assert all(getattr(hooks, name).__doc__ for name in visible)
 
 
 @pytest.mark.parametrize("theirs", THEIRS, ids=lambda each: each.__name__)
-def test_parameters_are_torchs_in_torchs_order(theirs):
+def test_signatures_match_torch(theirs):
     ours = getattr(hooks, theirs.__name__)
     expected = inspect.signature(theirs).parameters.values()
     parameters = inspect.signature(ours).parameters.values()
@@ -72,19 +72,19 @@ def test_parameters_are_torchs_in_torchs_order(theirs):
 
 
 class Registering:
-    """A module that notes what is registered."""
+    """A module that records the registered hook."""
 
     def register_comm_hook(self, state, hook):
         self.state, self.hook = state, hook
 
 
-def test_there_is_a_name_for_each_of_torchs():
+def test_comm_hook_types_match_torch():
     ours = [each.name for each in DDPCommHookType]
     assert ours == [each.name for each in ddp_comm_hooks.DDPCommHookType]
 
 
 @pytest.mark.parametrize("kind", DDPCommHookType)
-def test_a_name_registers_its_hook(kind, threads):
+def test_comm_hook_type_registers_its_hook(kind, threads):
     def body(context):
         group, ours, theirs = context.group(), Registering(), Registering()
         register_ddp_comm_hook(kind, ours, group)
@@ -99,7 +99,7 @@ def test_a_name_registers_its_hook(kind, threads):
     threads.run(body, 1)
 
 
-def test_a_name_is_not_a_string():
+def test_comm_hook_type_must_not_be_a_string():
     with pytest.raises(
         TypeError, match="comm_hook_type must be a DDPCommHookType, got 'POWER_SGD'"
     ):

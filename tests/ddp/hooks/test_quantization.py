@@ -1,4 +1,4 @@
-"""Gradients in bytes, against their formula and against the bound that follows from it."""
+"""8-bit quantization hooks against their formula and error bound."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from .buckets import assert_near, bucket_of, everywhere, flat_gradients, mean_of
 
 
 def as_bytes(row):
-    """Round a row to 256 levels, of which one is zero: the formula, by torch's own means."""
+    """Quantize a row to 256 levels including zero, with torch's fake_quantize."""
     low, high = min(row.min().item(), 0.0), max(row.max().item(), 0.0)
     scale = (high - low) / 255 or 1.0
     zero = round(-low / scale)
@@ -22,7 +22,7 @@ def in_rows(flat, length):
 
 
 @everywhere
-def test_per_tensor_is_the_mean_of_bytes(group):
+def test_per_tensor_is_the_mean_of_quantized_gradients(group):
     expected = mean_of([as_bytes(each) for each in flat_gradients(group.size())])
     result = run(quantization_pertensor_hook, None, group)
     assert_near(result, expected)
@@ -41,7 +41,7 @@ def test_per_channel_has_a_scale_for_each_row(group):
 
 
 @on_threads
-def test_nothing_is_off_by_more_than_half_a_level(group):
+def test_error_is_at_most_half_a_level(group):
     everyones = flat_gradients(group.size())
     bound = mean_of([(each.max() - each.min()) / 255 / 2 for each in everyones])
     result = run(quantization_pertensor_hook, None, group)
@@ -49,7 +49,7 @@ def test_nothing_is_off_by_more_than_half_a_level(group):
 
 
 @on_threads
-def test_zeros_stay_zeros_and_halves_halves(group):
+def test_zeros_and_dtype_are_preserved(group):
     values = torch.tensor([0.0, 0.5, -3.0, 0.0], dtype=torch.float16)
     result = quantization_pertensor_hook(None, bucket_of(values, group=group)).wait()
     assert result.dtype == torch.float16
@@ -60,7 +60,7 @@ def test_zeros_stay_zeros_and_halves_halves(group):
 
 @on_threads
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_not_hidden(group, value):
+def test_non_finite_values_propagate(group, value):
     mine = torch.ones(5)
     mine[2] = value if group.rank() == 0 else 1.0
     result = quantization_pertensor_hook(None, bucket_of(mine, group=group)).wait()
@@ -68,12 +68,12 @@ def test_what_is_not_finite_is_not_hidden(group, value):
 
 
 @on_threads
-def test_a_bucket_without_elements_is_nothing(group):
+def test_empty_bucket(group):
     for hook in (quantization_pertensor_hook, quantization_perchannel_hook):
         assert hook(None, bucket_of(torch.zeros(0), group=group)).wait().numel() == 0
 
 
-def test_bad_input_is_refused():
+def test_bad_input_is_rejected():
     for hook in (quantization_pertensor_hook, quantization_perchannel_hook):
         with pytest.raises(InvalidArgument, match=f"{hook.__name__} compresses .* is complex64"):
             hook(None, bucket_of(torch.zeros(2, dtype=torch.complex64)))

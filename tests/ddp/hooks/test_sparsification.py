@@ -30,7 +30,7 @@ def largest(flat, k):
 
 
 @everywhere
-def test_top_k_is_the_mean_of_what_is_largest(group):
+def test_top_k_is_the_mean_of_the_largest_elements(group):
     size, state = group.size(), TopKState(k=9, start_iter=2)
     held = [torch.zeros(61) for _ in range(size)]
     for step in range(5):
@@ -43,9 +43,9 @@ def test_top_k_is_the_mean_of_what_is_largest(group):
 
 
 @everywhere
-def test_random_k_is_the_mean_at_places_that_all_draw_alike(group):
+def test_random_k_is_the_mean_at_indices_shared_by_all_ranks(group):
     size, state = group.size(), RandomKState(k=0.25, start_iter=0)
-    held = torch.zeros(61).double()  # the mean of what all hold back
+    held = torch.zeros(61).double()  # the mean residual of all ranks
     drawn = set()
     for step in range(4):
         full = mean_of(flat_gradients(size, step)) + held
@@ -62,7 +62,7 @@ def test_random_k_is_the_mean_at_places_that_all_draw_alike(group):
 
 
 @on_threads
-def test_without_feedback_top_k_forgets_and_random_k_is_scaled(group):
+def test_without_feedback_top_k_drops_and_random_k_rescales(group):
     top = TopKState(k=2, start_iter=0, use_error_feedback=False)
     values = torch.tensor([1.0, -4.0, 2.0, 3.0])
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_without_feedback_top_k_forgets_and_random_k_is_scaled(group):
 
 
 @on_threads
-def test_all_of_it_is_the_mean_and_a_share_is_one_element_at_least(group):
+def test_large_k_is_the_mean_and_a_fraction_keeps_at_least_one(group):
     size = group.size()
     for kind, hook in KINDS.items():
         result = run(hook, kind(k=1000, start_iter=0), group)
@@ -88,7 +88,7 @@ def test_all_of_it_is_the_mean_and_a_share_is_one_element_at_least(group):
 
 
 @on_threads
-def test_another_seed_draws_others(group):
+def test_indices_depend_on_the_seed(group):
     def places(seed):
         state = RandomKState(k=9, start_iter=0, random_seed=seed)
         return run(randomk_hook, state, group).nonzero().view(-1).tolist()
@@ -97,7 +97,7 @@ def test_another_seed_draws_others(group):
 
 
 @on_threads
-def test_halves_may_be_selected(group):
+def test_top_k_of_bf16_gradients(group):
     state = TopKState(k=1000, start_iter=0)
     result = run(chain(bf16_compress_wrapper, topk_hook), state, group)
     expected = mean_of(flat_gradients(group.size()))
@@ -109,16 +109,16 @@ def test_halves_may_be_selected(group):
     share=st.floats(0, 1),
     seed=st.integers(0, 2**31),
 )
-def test_places_are_drawn_without_repetition(among, share, seed):
+def test_sample_has_no_repetitions(among, share, seed):
     count = int(share * among)
     drawn = sample_without_replacement(count, among, torch.Generator().manual_seed(seed)).tolist()
     assert len(set(drawn)) == len(drawn) == count
     assert set(drawn) <= set(range(among))
 
 
-# Few of some, most of few and some of many are drawn in different ways.
+# Each case exercises a different sampling algorithm.
 @pytest.mark.parametrize(("count", "among"), [(2, 200), (15, 20), (100, 1500), (1400, 1500)])
-def test_every_place_is_as_likely_as_any_other(count, among):
+def test_sample_is_uniform(count, among):
     generator, rounds = torch.Generator().manual_seed(0), 3000
     drawn = torch.cat([sample_without_replacement(count, among, generator) for _ in range(rounds)])
     expected = rounds * count / among
@@ -141,7 +141,7 @@ TROUBLE = {
 
 @pytest.mark.parametrize("kind", TROUBLE)
 @pytest.mark.parametrize("count", [1, 100, 1000, 20_000, 90_000])
-def test_the_largest_of_many_are_found_whatever_a_sample_tells(kind, count):
+def test_topk_indices_are_exact_for_adversarial_inputs(kind, count):
     values = torch.randn(MANY, generator=torch.Generator().manual_seed(3))
     values = TROUBLE[kind](values)
     places = find_largest(values, count)
@@ -153,13 +153,13 @@ def test_the_largest_of_many_are_found_whatever_a_sample_tells(kind, count):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [0, -3, 0.0, 1.0, 1.5, True, "3", float("nan"), None])
-def test_k_out_of_range_is_refused(kind, k):
+def test_k_out_of_range_is_rejected(kind, k):
     with pytest.raises(ValueError, match="k must be an integer of at least 1 or a fraction"):
         kind(k=k)
 
 
 @pytest.mark.parametrize(("kind", "hook"), KINDS.items())
-def test_bad_input_is_refused(kind, hook):
+def test_bad_input_is_rejected(kind, hook):
     with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None, got 1"):
         kind(1)
     with pytest.raises(ValueError, match="start_iter must be an integer of at least 0, got -1"):

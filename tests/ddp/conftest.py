@@ -16,7 +16,6 @@ def optimizers():
 def no_active_module():
     """Forget the module that torch takes for running: modules on threads restore each other's.
 
-    The compiler would divide the graphs of later tests by its buckets.
+    The compiler would divide the graphs of this test by its buckets.
     """
-    yield
     TorchDDP._active_ddp_module = None

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..join._local_tensor import from_local, is_dtensor, to_local
+from ..groups._torch_integration import from_local, is_dtensor, to_local
 
 
 class LocalShard:

@@ -4,17 +4,22 @@ torch finds a group by name in C++ (functional collectives) and by object in Pyt
 translation of `dist.broadcast(src=...)`). Both tables are torch's; a group is added when it is
 created and removed when it ends. A name that is taken gets a numeric suffix, the same on all
 ranks.
+
+The end of the module handles DTensors. torch's module for them is never imported here, only
+looked up if something else has imported it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d_ext
 
 from ._engine import Engine
@@ -94,3 +99,22 @@ def unregister_group(group: ProcessGroup) -> None:
             _numbers[requested] = used
     for table in (c10d._world.pg_names, c10d._world.pg_map, c10d._world.pg_group_ranks):
         table.pop(group, None)
+
+
+def is_dtensor(tensor: object) -> TypeGuard[Any]:
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def to_local(dtensor: Any) -> Tensor:
+    part = dtensor.to_local()
+    return cast("Tensor", part.wait() if hasattr(part, "wait") else part)  # it may be async
+
+
+def from_local(part: Tensor, like: Any) -> Tensor:
+    """Return the DTensor with this local tensor and the placements and shape of another."""
+    layout = {"shape": like.shape, "stride": like.stride()}
+    whole = type(like).from_local(
+        part, like.device_mesh, like.placements, run_check=False, **layout
+    )
+    return cast("Tensor", whole)

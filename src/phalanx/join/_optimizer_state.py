@@ -27,8 +27,8 @@ from ..errors import InvalidState
 from ..groups._call_site import warn_user
 from ..groups._reductions import as_bytes
 from ..groups._text_exchange import exchange_texts
+from ..groups._torch_integration import from_local, is_dtensor, to_local
 from ._gather import start_transfer
-from ._local_tensor import from_local, is_dtensor, to_local
 
 OptimizerStates = dict[int, dict[str, Any]]
 """The state of each parameter, by its index among all parameters of the optimizer.

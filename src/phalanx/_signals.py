@@ -6,8 +6,7 @@ import signal
 
 PREEMPTED_EXIT_CODE = 75
 """Exit code of a rank that saved a checkpoint on request; EX_TEMPFAIL: run it again."""
-PREEMPTED_MESSAGE = "stopped on request"
-"""Start of the last line that such a rank prints."""
+PREEMPTED_MESSAGE = "stopped on request"  # start of the last line that such a rank prints
 
 
 def signal_name(number: int) -> str:

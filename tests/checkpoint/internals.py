@@ -2,7 +2,7 @@
 
 from phalanx import _faultpoints
 from phalanx.checkpoint import _store_connection, _tensor_file
-from phalanx.checkpoint._barriers import GroupBarrier
+from phalanx.checkpoint._barriers import GroupBarrier, find_ranks
 from phalanx.checkpoint._checkpoint_directory import (
     LocalCheckpointDirectory,
     parse_step_name,
@@ -25,7 +25,6 @@ from phalanx.checkpoint._manifest import (
     tensor_name,
 )
 from phalanx.checkpoint._progress import ProgressMeter
-from phalanx.checkpoint._ranks import find_ranks
 from phalanx.checkpoint._reader import OpenCheckpoint
 from phalanx.checkpoint._replication import (
     ShardBounds,

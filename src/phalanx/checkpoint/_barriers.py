@@ -3,11 +3,18 @@
 `TCPStoreBarrier` and `DistBarrier` run the protocol of `_store_barrier`. `GroupBarrier` runs on a
 process group of its own, at the speed of its engine. A failed group stays failed, so after a
 failure the ranks use the store protocol; once a call has passed there, they form a new group.
+
+The ranks that save and load together are those of the given group, else of the current group, else
+of torch's default group. Without any, a checkpointer takes the rank that the launcher gave this
+process: its ranks exchange files. A `CheckpointManager` or `PreemptionGuard` acts alone, as in a
+job in which only rank 0 saves, and warns; the lock on a directory keeps two managers that act
+alone from saving to the same one.
 """
 
 from __future__ import annotations
 
 import abc
+import logging
 import math
 import threading
 import time
@@ -23,6 +30,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from .._formatting import first_line
+from ..env import launched_rank
 from ..errors import (
     BarrierError,
     BarrierTimeout,
@@ -40,7 +48,9 @@ from ..groups._store import check_rank_and_size, clone_connection, open_store
 from ..groups._text_exchange import exchange_texts
 from ._store_barrier import BarrierTimings, StoreBarrierMember
 from ._store_connection import store_address
-from ._types import check_integer
+from ._types import RankInfo, check_integer
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 MAX_TIMEOUT = 1e6  # seconds; torch's stores overflow at about a month
@@ -364,3 +374,37 @@ def _check_string(name: str, value: str) -> str:
     except UnicodeEncodeError:
         raise InvalidArgument(f"{name} must be encodable as UTF-8, got {value!r}") from None
     return value
+
+
+def find_ranks(group: dist.ProcessGroup | None = None) -> RankInfo:
+    """Return this process's rank in a group or the default group, else as launched, else 0 of 1."""
+    group = group or default_group()
+    if group is not None:
+        return RankInfo(group.rank(), group.size())
+    launched = launched_rank()
+    return RankInfo(0, 1) if launched is None else RankInfo(launched.rank, launched.world_size)
+
+
+def find_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+    """Return the group whose ranks agree; None, and a warning, if a launched rank has none."""
+    group = group or default_group()
+    ranks = find_ranks(group)
+    if group is None and ranks.global_world_size > 1:
+        _log.warning("%s has no process group and acts as the only rank; pass group=...", ranks)
+    return group
+
+
+def make_barrier(group: dist.ProcessGroup | None, *, timeout_secs: float) -> tuple[RankInfo, Any]:
+    """Return this process's rank and, unless it is the only one, a barrier. All ranks call this."""
+    group = find_group(group)
+    if group is None or group.size() == 1:
+        return RankInfo(0, 1), None
+    rank_info = find_ranks(group)
+    if isinstance(group, ProcessGroup):
+        return rank_info, GroupBarrier(group, timeout_secs=timeout_secs)
+    if group is dist.group.WORLD:
+        return rank_info, DistBarrier(timeout_secs=timeout_secs)
+    raise InvalidType(
+        "group must come from phalanx.groups.new_group or be torch's default group, got "
+        f"another {type(group).__name__} of torch"
+    )

@@ -22,10 +22,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import InvalidArgument, InvalidState, SaveTimeout
-from ._barriers import BarrierConfig, create_barrier_from_config
+from ._barriers import BarrierConfig, create_barrier_from_config, find_ranks
 from ._checkpoint_process import CheckpointProcess, CheckpointProcessConfig
 from ._progress import SaveProgress, SaveReport, WriteFuture, wrap_future
-from ._ranks import find_ranks
 from ._reader import CheckpointReader
 from ._staging import CheckpointStager, CheckpointStagerConfig, DefaultStager
 from ._types import STATE_DICT, RankInfo

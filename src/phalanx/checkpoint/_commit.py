@@ -73,12 +73,10 @@ def lock_owner(world_size: int) -> str:
 class WriteReport(msgspec.Struct):
     """What a rank has written. Rank 0 makes the manifest from the reports of all ranks."""
 
-    file: FileEntry | None
-    """Its file; None if it had nothing to write."""
+    file: FileEntry | None  # its file; None if it had nothing to write
     replicated: list[tuple[str, int, ShardEntry]]
     """Shards of replicated tensors: the name of the tensor, the first byte, where the shard is."""
-    per_rank: list[Any]
-    """Its values where ranks differ, as JSON; None where it has none."""
+    per_rank: list[Any]  # its values where ranks differ, as JSON; None where it has none
 
 
 class _Save:

@@ -27,12 +27,12 @@ from ..errors import (
     InvalidArgument,
     SaveFailed,
 )
+from ._barriers import make_barrier
 from ._checkpoint_directory import checkpoint_directory_at
 from ._checkpointer import Checkpointer, SyncCheckpointer
 from ._commit import lock_owner
 from ._coordination import Coordinator, format_by_rank
 from ._progress import Phase, WriteFuture, peek_error
-from ._ranks import make_barrier
 from ._reader import CheckpointReader
 from ._retention import RetentionPolicy, prune
 from ._types import STATE_DICT, RankInfo, check_integer
@@ -41,8 +41,7 @@ from ._writer import CheckpointWriter, CheckpointWriterConfig
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_LOAD_ATTEMPTS = 10
-"""How often a load starts again because the checkpoint it chose was removed."""
+_LOAD_ATTEMPTS = 10  # how often a load starts again because the checkpoint it chose was removed
 
 
 class CheckpointManager:

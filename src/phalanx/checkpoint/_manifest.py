@@ -25,8 +25,7 @@ from msgspec import Meta, Struct
 from ..errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedState
 from ._storage import Source, Storage, checksum
 
-StateKey: TypeAlias = str | int | float | bool | None
-"""A key of a dict or an index of a list."""
+StateKey: TypeAlias = str | int | float | bool | None  # A key of a dict or an index of a list
 StatePath: TypeAlias = tuple[StateKey, ...]
 
 
@@ -64,8 +63,7 @@ def _escape_key(key: StateKey) -> str:
 MANIFEST = "manifest.json"
 """A directory is a checkpoint if and only if it contains a file of this name."""
 VERSION = 1
-MAX_MANIFEST_BYTES = 1 << 30
-"""A manifest of a million tensors has a fifth of this."""
+MAX_MANIFEST_BYTES = 1 << 30  # A manifest of a million tensors has a fifth of this
 MAX_DEPTH = 100
 """Levels of nesting of a state. Rejects cycles and attacks.
 
@@ -124,11 +122,9 @@ class FileEntry(Struct, forbid_unknown_fields=True):
 
 class ManifestEntry(NamedTuple):
     name: str
-    rank: int | None
-    """The rank it belongs to; None if it is replicated."""
+    rank: int | None  # the rank it belongs to; None if it is replicated
     tensor: TensorEntry | None
-    value: Any = None
-    """The JSON value, if it is not a tensor."""
+    value: Any = None  # the JSON value, if it is not a tensor
 
 
 class _Version(Struct):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .._signals import PREEMPTED_EXIT_CODE, PREEMPTED_MESSAGE, signal_name
 from ..errors import InvalidArgument, InvalidState
 from ..groups import ProcessGroup
-from ._ranks import find_group
+from ._barriers import find_group
 
 _REQUESTED_BY_PROGRAM = 1 << 16  # greater than any signal
 

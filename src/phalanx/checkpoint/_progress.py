@@ -82,8 +82,7 @@ _PHASE, _WRITTEN, _TOTAL, _WRITING_NANOSECONDS = range(4)
 class ProgressMeter:
     """Records the progress of a save, optionally in memory that another process reads."""
 
-    SIZE = 32
-    """Bytes of shared memory that it needs."""
+    SIZE = 32  # bytes of shared memory that it needs
 
     def __init__(self, shared: mmap.mmap | None = None) -> None:
         # Aligned words of eight bytes: a reader never sees a torn value.

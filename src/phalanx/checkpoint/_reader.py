@@ -73,8 +73,7 @@ class OpenCheckpoint:
         self.path = path
         self.manifest_file = f"{path}/{MANIFEST}"
         self._snapshot = snapshot
-        self._sources: dict[str, Source] = {}
-        """Open files, oldest first."""
+        self._sources: dict[str, Source] = {}  # open files, oldest first
         # A checkpoint may have thousands of files, one per rank.
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_open = sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // 2)
@@ -156,8 +155,7 @@ class OpenCheckpoint:
 
 
 Children = dict[StateKey, Node]
-_Apply = Callable[[], Any]
-"""Apply a loaded value to the target, and return it."""
+_Apply = Callable[[], Any]  # apply a loaded value to the target, and return it
 
 
 class LoadPlan:
@@ -180,8 +178,7 @@ class LoadPlan:
         self._prefetched: dict[int, Tensor] = {}
         """Tensors that may be unreadable later, by index in `_in_place`."""
         self._new: list[Node] = []
-        self._new_tensors: dict[Any, Tensor] = {}
-        """Those that shared memory share it again."""
+        self._new_tensors: dict[Any, Tensor] = {}  # those that shared memory share it again
         self._loads: list[_Apply] = []
         """Calls of ``load_state_dict``."""
         self._root = self._fit(state, tree, ())
@@ -317,8 +314,7 @@ def _mismatch(path: StatePath, wanted: str, node: Node) -> StateMismatch:
     return StateMismatch(f"{format_path(path)} is {found} in the checkpoint, expected {wanted}")
 
 
-_IGNORED_ARGUMENTS = {"mmap", "weights_only"}
-"""Arguments that upstream passes to `torch.load`."""
+_IGNORED_ARGUMENTS = {"mmap", "weights_only"}  # arguments that upstream passes to `torch.load`
 
 
 class CheckpointReader:

@@ -171,8 +171,7 @@ def _differing_paths(
     return {path: tuple(rank for rank, each in enumerate(summaries) if each is not None)}
 
 
-MIN_SPLIT_BYTES = 1 << 20
-"""Tensors of at most this size are never divided."""
+MIN_SPLIT_BYTES = 1 << 20  # tensors of at most this size are never divided
 _SPLIT_ALIGNMENT = 4096  # bytes; a multiple of every element size
 
 

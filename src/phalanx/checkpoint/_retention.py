@@ -30,8 +30,7 @@ class RetentionPolicy:
 
 class RetentionDecision(NamedTuple):
     step: int
-    kept: str | None
-    """Why it is kept; None if it is removed."""
+    kept: str | None  # why it is kept; None if it is removed
 
 
 def prune(

@@ -52,8 +52,7 @@ class ReplicatedShard:
 
     start: int
     stop: int
-    fingerprint: str
-    """A sampled digest of the whole tensor, for comparison between ranks."""
+    fingerprint: str  # A sampled digest of the whole tensor, for comparison between ranks
     data: torch.Tensor | None
     """The bytes as a flat tensor of the same dtype; None if this rank writes none of it."""
 
@@ -115,8 +114,7 @@ class Branch:
     children: dict[StateKey, Node]
     """Of a codec, its output under the key ``value``."""
     mark: Mark = ""
-    codec: str = ""
-    """The name of the codec."""
+    codec: str = ""  # the name of the codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +127,10 @@ class Scalar:
 class TensorLeaf:
     """A tensor: in memory, partly staged, or on disk."""
 
-    name: str
-    """The same for tensors that share memory."""
+    name: str  # the same for tensors that share memory
     dtype: torch.dtype
     shape: tuple[int, ...]
-    device: str
-    """Its device type."""
+    device: str  # its device type
     data: Any = field(compare=False)
     """A `Tensor`, a `ReplicatedShard`, or the `TensorEntry` of the manifest."""
     mark: Mark = ""

@@ -27,8 +27,7 @@ from ._progress import ProgressMeter
 
 CHUNK_BYTES = 2 << 20
 """Data is hashed and written in chunks of this size, which fit into the processor's cache."""
-RETRIES = 100
-"""How often to retry an operation whose directory is removed by another process."""
+RETRIES = 100  # how often to retry an operation whose directory is removed by another process
 
 DATA_FILE_NAME = re.compile(r"rank(\d+)-[0-9a-f]{16}\.safetensors")
 """Names of data files. Nothing else in a checkpoint's directory is ever removed."""
@@ -128,10 +127,8 @@ class Sink:
 class Source(ABC):
     """A data file that is open for reading."""
 
-    chunk: int
-    """The number of bytes to read at once."""
-    length: int
-    """The actual length in bytes."""
+    chunk: int  # the number of bytes to read at once
+    length: int  # the actual length in bytes
     _scratch = bytearray()
 
     @abstractmethod
@@ -172,8 +169,7 @@ class Source(ABC):
 class Snapshot(ABC):
     """A checkpoint as it was when it was opened."""
 
-    survives_removal: bool
-    """Whether an open source can be read after its file was removed."""
+    survives_removal: bool  # whether an open source can be read after its file was removed
 
     @abstractmethod
     def manifest(self) -> bytes:

@@ -63,8 +63,7 @@ class TensorShard:
     shape: tuple[int, ...]
     start: int
     stop: int
-    data: Tensor
-    """Exactly these elements."""
+    data: Tensor  # exactly these elements
 
     @property
     def key(self) -> str:
@@ -88,8 +87,7 @@ class WrittenFile(NamedTuple):
     length: int
     header_length: int
     header_checksum: str
-    shards: list[WrittenShard]
-    """One for each shard, in the order given."""
+    shards: list[WrittenShard]  # one for each shard, in the order given
 
 
 def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -24,20 +24,16 @@ class Timing:
     """Seconds for healthy ranks to write their reports: three polls of their watchdogs."""
     report_timeout_after_death: float = 0.03
     """The same after a death, which is raised immediately. Ranks that also wait report in time."""
-    query_interval: float = 0.1
-    """Seconds between two store queries about one overdue call."""
+    query_interval: float = 0.1  # seconds between two store queries about one overdue call
     overdue_after: float = 0.25
     """Seconds a wait blocks in the engine before the failure detector is asked."""
-    overdue_poll_interval: float = 0.04
-    """Seconds between two checks of an overdue call."""
+    overdue_poll_interval: float = 0.04  # seconds between two checks of an overdue call
     dead_peer_poll_interval: float = 0.02
     """The same after a death; what the rank sent before may still arrive."""
-    diagnosis_timeout: float = 3.0
-    """Seconds to find out why an engine's connection broke."""
+    diagnosis_timeout: float = 3.0  # seconds to find out why an engine's connection broke
     request_timeout: float = 2.0
     """Seconds for one store request; on the same machine it takes about 50 microseconds."""
-    exit_grace: float = 1.0
-    """Seconds at interpreter exit for worker threads to finish."""
+    exit_grace: float = 1.0  # seconds at interpreter exit for worker threads to finish
     background_check_interval: float = 0.25
     """Seconds between two checks of a caller whose work runs on a worker thread."""
     poll_interval: float = 0.05

@@ -37,8 +37,7 @@ class CheckpointInfo:
     """A checkpoint as its manifest describes it."""
 
     path: str
-    manifest: Manifest | None
-    """The manifest; None if it is damaged."""
+    manifest: Manifest | None  # the manifest; None if it is damaged
     damage: str | None = None
 
     @property

@@ -136,8 +136,7 @@ class AxisRendezvousCheck:
     rank: int
     ranks: Sequence[int]
     use: AxisUse
-    record: dict[str, Any]
-    """This rank's meshes, by digest."""
+    record: dict[str, Any]  # this rank's meshes, by digest
     label: str
 
     @cached_property
@@ -232,12 +231,7 @@ class AxisGroups:
         self._caches: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
 
     def cache_in(
-        self,
-        mesh: DeviceMesh,
-        axis: int | str | None,
-        group: dist.ProcessGroup,
-        *,
-        generation: int,
+        self, mesh: DeviceMesh, axis: int | str | None, group: dist.ProcessGroup, *, generation: int
     ) -> None:
         """Let a mesh cache a group, unless it was shut down meanwhile."""
         with self._lock:

@@ -29,8 +29,7 @@ class AxisPlan:
     group: str | None = None
     """The ranks of the group, as ``1-897:128``."""
     first_host: int | None = None
-    host_count: int | None = None
-    """On how many hosts the group is."""
+    host_count: int | None = None  # on how many hosts the group is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

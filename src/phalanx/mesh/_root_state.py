@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ._device_mesh import DeviceMesh
 
 
-_AxisKey = tuple[Sequence[int], str]
-"""Ranks and name of an axis."""
+_AxisKey = tuple[Sequence[int], str]  # ranks and name of an axis
 
 
 class RootState:

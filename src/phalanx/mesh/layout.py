@@ -32,10 +32,7 @@ from ..errors import InvalidArgument, InvalidType
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "FlatLayout",
-    "MeshLayout",
-]
+__all__ = ["FlatLayout", "MeshLayout"]
 
 
 def format_rank_pattern(ranks: Sequence[int], *, limit: int | None = None) -> str:

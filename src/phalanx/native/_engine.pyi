@@ -60,12 +60,7 @@ class RejoinStage:
 def park_dying_threads() -> None: ...
 def instruction_set() -> str: ...
 def flatten(
-    into: int,
-    tensors: list[Any],
-    views: list[Any],
-    sizes: list[int],
-    type: int,
-    factor: float,
+    into: int, tensors: list[Any], views: list[Any], sizes: list[int], type: int, factor: float
 ) -> bool: ...
 def stream_bytes(into: int, source: int, bytes: int) -> None: ...
 

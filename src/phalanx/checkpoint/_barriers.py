@@ -4,11 +4,10 @@
 process group of its own, at the speed of its engine. A failed group stays failed, so after a
 failure the ranks use the store protocol; once a call has passed there, they form a new group.
 
-The ranks that save and load together are those of the given group, else of the current group, else
-of torch's default group. Without any, a checkpointer takes the rank that the launcher gave this
-process: its ranks exchange files. A `CheckpointManager` or `PreemptionGuard` acts alone, as in a
-job in which only rank 0 saves, and warns; the lock on a directory keeps two managers that act
-alone from saving to the same one.
+The ranks that save and load together are those of the given group, else of the current or torch's
+default group. Without any, a checkpointer takes the rank that the launcher gave this process; a
+`CheckpointManager` or `PreemptionGuard` warns and acts alone, as if only rank 0 saved, and the lock
+on the directory keeps two of them apart.
 """
 
 from __future__ import annotations
@@ -29,19 +28,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
+from .. import errors
 from .._formatting import first_line
 from ..env import launched_rank
-from ..errors import (
-    BarrierError,
-    BarrierTimeout,
-    GroupError,
-    InvalidArgument,
-    InvalidState,
-    InvalidType,
-    RankMismatch,
-    RendezvousError,
-    Unprepared,
-)
 from ..groups import ProcessGroup, Work
 from ..groups._current_group import default_group
 from ..groups._store import check_rank_and_size, clone_connection, open_store
@@ -65,14 +54,14 @@ def register_barrier(barrier_class: C) -> C:
     """Register a class under its ``barrier_type``; a decorator."""
     name = getattr(barrier_class, "barrier_type", None)
     if not isinstance(name, str) or not name:
-        raise InvalidArgument(
+        raise errors.InvalidArgument(
             f"{barrier_class.__name__} has no class attribute barrier_type, the name by which a "
             "BarrierConfig selects it"
         )
     holder = BARRIER_REGISTRY.get(name, barrier_class)
     taken, ours = (f"{each.__module__}.{each.__qualname__}" for each in (holder, barrier_class))
     if taken != ours:  # equal after a reload
-        raise InvalidArgument(
+        raise errors.InvalidArgument(
             f"barrier_type {name!r} of {barrier_class.__name__} is taken by {taken}"
         )
     BARRIER_REGISTRY[name] = barrier_class
@@ -94,7 +83,7 @@ def create_barrier_from_config(barrier_config: BarrierConfig) -> Barrier | None:
         return None
     if name not in BARRIER_REGISTRY:
         known = ", ".join(sorted(map(repr, BARRIER_REGISTRY)))
-        raise InvalidArgument(f"unknown barrier_type {name!r}. Registered: {known}")
+        raise errors.InvalidArgument(f"unknown barrier_type {name!r}. Registered: {known}")
     barrier: Barrier = BARRIER_REGISTRY[name](**barrier_config.barrier_args)
     return barrier
 
@@ -123,7 +112,7 @@ class _StoreBarrier(Barrier):
         """Wait as `execute_barrier` does, and return the texts of all ranks, by rank."""
         try:
             return self._member.wait(_check_text(text), self._timeout)
-        except InvalidType:
+        except errors.InvalidType:
             self._member.fail_call("raised InvalidType")
             raise
 
@@ -164,7 +153,9 @@ class TCPStoreBarrier(_StoreBarrier):
         with suppress(ValueError, TypeError):
             port = int(tcpstore_port)
         if not 0 < port < 1 << 16:
-            raise InvalidArgument(f"tcpstore_port must be from 1 to 65535, got {tcpstore_port!r}")
+            raise errors.InvalidArgument(
+                f"tcpstore_port must be from 1 to 65535, got {tcpstore_port!r}"
+            )
         url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
         def connect() -> Store:
@@ -197,7 +188,7 @@ class DistBarrier(_StoreBarrier):
 
     def __init__(self, *, timeout_secs: float = DEFAULT_TIMEOUT) -> None:
         if not dist.is_initialized():
-            raise Unprepared(
+            raise errors.Unprepared(
                 "DistBarrier needs torch.distributed's default group. Call "
                 "torch.distributed.init_process_group first, or use a TCPStoreBarrier"
             )
@@ -242,12 +233,12 @@ class GroupBarrier(Barrier):
         self._timeout = _check_seconds("timeout_secs", timeout_secs)
         found = default_group() if group is None else group
         if found is None:
-            raise InvalidState(
+            raise errors.InvalidState(
                 "GroupBarrier needs a process group. Pass group=, or set the current group with "
                 "phalanx.groups.process_group"
             )
         if not isinstance(found, ProcessGroup):
-            raise InvalidType(
+            raise errors.InvalidType(
                 f"GroupBarrier takes a group of phalanx.groups.new_group, got a "
                 f"{type(found).__name__}. For torch's default group use DistBarrier"
             )
@@ -296,16 +287,20 @@ class GroupBarrier(Barrier):
         self._own_group = None
         self._passed = self._number - 1  # every round on the group before this one passed
         own.abort(f"its barrier raised {type(error).__name__}")
-        with suppress(BarrierError):  # the store's host may be the rank that died
+        with suppress(errors.BarrierError):  # the store's host may be the rank that died
             self._reach_store(self._timings.notify_timeout).record_arrival(self._number)
-        if isinstance(error, GroupError):
+        if isinstance(error, errors.GroupError):
             # On a mismatch all ranks have arrived; so has this rank, if it was too late.
-            missing = set() if isinstance(error, RankMismatch) else set(error.ranks) - {own.rank()}
+            missing = (
+                set() if isinstance(error, errors.RankMismatch) else set(error.ranks) - {own.rank()}
+            )
             return self._error(error, dict.fromkeys(missing, self._passed))
         return error
 
-    def _error(self, cause: Exception, progress: dict[int, int] | None = None) -> BarrierError:
-        kind = BarrierTimeout if isinstance(cause, TimeoutError) else BarrierError
+    def _error(
+        self, cause: Exception, progress: dict[int, int] | None = None
+    ) -> errors.BarrierError:
+        kind = errors.BarrierTimeout if isinstance(cause, TimeoutError) else errors.BarrierError
         number, rank = self._number, self._group.rank()
         message = f"barrier {self.prefix!r}, round {number}, rank {rank}: {first_line(cause)}"
         return kind(message, barrier=self.prefix, round=number, progress=progress)
@@ -339,7 +334,7 @@ class GroupBarrier(Barrier):
                     address=store_address(store),
                     timings=self._timings,
                 )
-            except RendezvousError as error:
+            except errors.RendezvousError as error:
                 raise self._error(error) from error
         return self._member
 
@@ -354,25 +349,25 @@ class GroupBarrier(Barrier):
 
 def _check_text(text: str) -> str:
     if not isinstance(text, str):
-        raise InvalidType(f"exchange takes a str, got {type(text).__name__}")
+        raise errors.InvalidType(f"exchange takes a str, got {type(text).__name__}")
     return text
 
 
 def _check_seconds(name: str, value: float) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise InvalidType(f"{name} must be a number of seconds, got {value!r}")
+        raise errors.InvalidType(f"{name} must be a number of seconds, got {value!r}")
     if not 0 < value < math.inf:
-        raise InvalidArgument(f"{name} must be positive and finite, got {value!r}")
+        raise errors.InvalidArgument(f"{name} must be positive and finite, got {value!r}")
     return min(float(value), MAX_TIMEOUT)
 
 
 def _check_string(name: str, value: str) -> str:
     if not isinstance(value, str):
-        raise InvalidType(f"{name} must be a str, got {value!r}")
+        raise errors.InvalidType(f"{name} must be a str, got {value!r}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(f"{name} must be encodable as UTF-8, got {value!r}") from None
+        raise errors.InvalidArgument(f"{name} must be encodable as UTF-8, got {value!r}") from None
     return value
 
 
@@ -404,7 +399,7 @@ def make_barrier(group: dist.ProcessGroup | None, *, timeout_secs: float) -> tup
         return rank_info, GroupBarrier(group, timeout_secs=timeout_secs)
     if group is dist.group.WORLD:
         return rank_info, DistBarrier(timeout_secs=timeout_secs)
-    raise InvalidType(
+    raise errors.InvalidType(
         "group must come from phalanx.groups.new_group or be torch's default group, got "
         f"another {type(group).__name__} of torch"
     )

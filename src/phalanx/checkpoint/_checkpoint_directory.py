@@ -21,12 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ..errors import (
-    CheckpointDirectoryInUse,
-    CheckpointNotFound,
-    DamagedCheckpoint,
-    InvalidArgument,
-)
+from .. import errors
 from ._local_storage import DirectoryLock, LocalStorage, fsync_directory, make_durable_directories
 from ._manifest import MANIFEST, ManifestOutline
 from ._remote_storage import list_names, open_filesystem
@@ -78,7 +73,7 @@ class CheckpointDirectory(ABC):
         for _ in range(RETRIES):
             names = self._names()
             if MANIFEST in names:  # a manager there would start a new run inside of a checkpoint
-                raise InvalidArgument(
+                raise errors.InvalidArgument(
                     f"{self.path} is a checkpoint itself, not a directory of checkpoints"
                 )
             found = {step for name in names if (step := parse_step_name(name)) is not None}
@@ -93,7 +88,7 @@ class CheckpointDirectory(ABC):
         try:
             read_checked_manifest(self.path_of(step), ManifestOutline)
             return read_data and bool(verify(self.path_of(step)))
-        except (DamagedCheckpoint, CheckpointNotFound, OSError):
+        except (errors.DamagedCheckpoint, errors.CheckpointNotFound, OSError):
             return True
 
     def obstacle(self, step: int) -> str | None:
@@ -124,9 +119,9 @@ def checkpoint_directory_at(
     """
     path = os.fspath(path)
     if not isinstance(path, str):
-        raise InvalidArgument(f"path must be a str or pathlib.Path, got {path!r}")
+        raise errors.InvalidArgument(f"path must be a str or pathlib.Path, got {path!r}")
     if not path:
-        raise InvalidArgument("path must not be empty")
+        raise errors.InvalidArgument("path must not be empty")
     path = strip_file_scheme(path)
     if is_remote(path):
         return RemoteCheckpointDirectory(path)
@@ -215,7 +210,7 @@ class LocalCheckpointDirectory(CheckpointDirectory):
             if _REMOVED_NAME.fullmatch(name):
                 _remove_files(self._directory / name)
             elif found is not None and (self._directory / name).is_dir():
-                with suppress(CheckpointDirectoryInUse):  # a save that is alive
+                with suppress(errors.CheckpointDirectoryInUse):  # a save that is alive
                     LocalStorage(str(self._directory / found[1])).remove_leftovers()
 
 

@@ -20,13 +20,7 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    DamagedCheckpoint,
-    InvalidArgument,
-    SaveFailed,
-)
+from .. import errors
 from ._barriers import make_barrier
 from ._checkpoint_directory import checkpoint_directory_at
 from ._checkpointer import Checkpointer, SyncCheckpointer
@@ -96,7 +90,7 @@ class CheckpointManager:
             self._ranks = make_barrier(self._group, timeout_secs=self._timeout)
             reader = getattr(self._checkpointer, "_reader", None)
             if reader is not None and reader.rank_info != self._ranks[0]:
-                raise InvalidArgument(
+                raise errors.InvalidArgument(
                     f"the checkpointer is {reader.rank_info}, the manager is {self._ranks[0]}. "
                     "Give both the same ranks, by group= and rank_info="
                 )
@@ -142,7 +136,7 @@ class CheckpointManager:
             Phase.PREPARING, lambda: self._prepare_save(step)
         )
         if len({*steps}) > 1:
-            raise SaveFailed(f"ranks save different steps: {format_by_rank(steps)}")
+            raise errors.SaveFailed(f"ranks save different steps: {format_by_rank(steps)}")
         try:
             futures = self._get_checkpointer().save(self.path(step), state, **kwargs)
         except Exception:
@@ -172,7 +166,7 @@ class CheckpointManager:
                 self._is_cleaned = True
             newest = max([self._newest, *self.steps()])
             if step < newest:
-                raise InvalidArgument(
+                raise errors.InvalidArgument(
                     f"cannot save step {step}: {self._directory.path} already has step {newest}. "
                     f"Call rewind({step}) to remove later steps, or use another directory"
                 )
@@ -220,10 +214,10 @@ class CheckpointManager:
             later = [each for each in self.steps() if each > step]
             for each in later:
                 if (obstacle := self._directory.obstacle(each)) is not None:
-                    raise CheckpointError(f"{self.path(each)} cannot be removed: {obstacle}")
+                    raise errors.CheckpointError(f"{self.path(each)} cannot be removed: {obstacle}")
             for each in reversed(later):  # leaves no gap if it fails
                 if not self._directory.remove(each):
-                    raise CheckpointError(f"{self.path(each)} is being read")
+                    raise errors.CheckpointError(f"{self.path(each)} is being read")
 
         self._run_on_all_ranks("removing later steps", remove_later)
         self._newest = -1
@@ -252,7 +246,7 @@ class CheckpointManager:
 
             try:
                 self._run_on_all_ranks(f"loading step {chosen}", load)
-            except DamagedCheckpoint as error:
+            except errors.DamagedCheckpoint as error:
                 older = next((each for each in reversed(self.steps()) if each < chosen), None)
                 error.add_note(
                     f"{self._directory.path} has no older checkpoint"
@@ -273,17 +267,17 @@ class CheckpointManager:
             wanted = self._run_on_all_ranks("loading", lambda: [step, self._latest_local_step()])
             if any(each[0] != step for each in wanted):
                 steps = format_by_rank(each[0] for each in wanted)
-                raise InvalidArgument(f"ranks load different steps: {steps}")
+                raise errors.InvalidArgument(f"ranks load different steps: {steps}")
             chosen = wanted[0][1] if step is None else step
             if chosen is None:
-                raise CheckpointNotFound(f"there is no checkpoint in {self._directory.path}")
+                raise errors.CheckpointNotFound(f"there is no checkpoint in {self._directory.path}")
             with ExitStack() as locks:
                 try_lock = partial(self._try_lock, chosen, locks)
                 if all(self._run_on_all_ranks(f"loading step {chosen}", try_lock)):
                     yield chosen
                     return
         existing = ", ".join(map(str, self.steps())) or "none"
-        raise CheckpointNotFound(
+        raise errors.CheckpointNotFound(
             f"{self._directory.path} has no step {chosen}; available steps: {existing}"
         )
 
@@ -326,7 +320,7 @@ def _check_step(step: int) -> int:
     usage = ": save(step, state), load(step, state) or load(state=state)"
     number = check_integer("step", step, hint=usage)
     if not 0 <= number < 10**18:
-        raise InvalidArgument(f"step must be in [0, 10**18), got {step}")
+        raise errors.InvalidArgument(f"step must be in [0, 10**18), got {step}")
     return number
 
 

@@ -29,16 +29,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms import join as upstream
 from torch.optim import Optimizer
 
-from ..errors import (
-    CollectiveTimeout,
-    GroupError,
-    InvalidArgument,
-    InvalidState,
-    InvalidType,
-    RankMismatch,
-    UnevenInputs,
-    Unprepared,
-)
+from .. import errors
 from ..groups import ProcessGroup
 from ..groups._call_site import warn_user
 from ..groups._current_group import default_group
@@ -176,17 +167,17 @@ class Join:
     ) -> None:
         self._joinables: list[Any] = list(joinables)
         if not self._joinables:
-            raise InvalidArgument("Join needs at least one joinable")
+            raise errors.InvalidArgument("Join needs at least one joinable")
         self._optimizers = list(optimizers)
         for optimizer in self._optimizers:
             if not isinstance(optimizer, Optimizer):
-                raise InvalidType(
+                raise errors.InvalidType(
                     f"optimizers must be torch optimizers, got {type(optimizer).__name__}"
                 )
         for joinable in self._joinables:
             kind = type(joinable).__name__
             if not hasattr(joinable, "join_hook"):
-                raise InvalidType(f"{kind} is not a Joinable: it has no join_hook")
+                raise errors.InvalidType(f"{kind} is not a Joinable: it has no join_hook")
             self._optimizers += getattr(joinable, "join_optimizers", ())
         _check_hook_arguments(self._joinables, kwargs)
         self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
@@ -195,7 +186,7 @@ class Join:
         self._group = _group_of(self._joinables[0])
         for index, joinable in enumerate(self._joinables):
             if _group_of(joinable) != self._group:
-                raise InvalidArgument(
+                raise errors.InvalidArgument(
                     f"joinables of a Join must use one group: {type(joinable).__name__} (number "
                     f"{index}) uses another than {type(self._joinables[0]).__name__}"
                 )
@@ -246,7 +237,7 @@ class Join:
                 self._abort_group(value)
                 if self._enable and is_in_step:
                     text = "this rank left the loop in the middle of a step"
-                    self.failure = self._group_failure() or InvalidState(text)
+                    self.failure = self._group_failure() or errors.InvalidState(text)
         except BaseException as error:  # from a hook, or while this rank waited
             self._abort_group(error)
             raise
@@ -269,7 +260,7 @@ class Join:
         has_failed = self._group_failure() is not None
         return sys.is_finalizing() or self._has_raised or has_failed
 
-    def _group_failure(self) -> GroupError | None:
+    def _group_failure(self) -> errors.GroupError | None:
         return self._group.failure() if isinstance(self._group, ProcessGroup) else None
 
     def _configure(self, *, is_over: bool = False) -> None:
@@ -306,7 +297,7 @@ class Join:
         """
         config = getattr(joinable, "_join_config", None)
         if config is None:
-            raise Unprepared(
+            raise errors.Unprepared(
                 f"the constructor of {type(joinable).__name__} must call Joinable.__init__(self)"
             )
         if not (config.enable and config.is_first_joinable):
@@ -319,7 +310,7 @@ class Join:
             return None
         try:
             return block._begin_step()
-        except UnevenInputs:
+        except errors.UnevenInputs:
             block._has_raised = True
             raise
 
@@ -359,7 +350,7 @@ class Join:
                 return steps
             if self._throw:
                 _sum(torch.ones(1, device=self._device), self._group).wait()
-                raise UnevenInputs(
+                raise errors.UnevenInputs(
                     f"rank {self._group.rank()} exhausted its inputs before other ranks, which is "
                     "an error with throw_on_early_termination=True"
                 )
@@ -384,7 +375,7 @@ class Join:
         results = [_BlockResult(*row.tolist()) for row in gathered]
         numbers = [int(result.block_number) for result in results]
         if len(set(numbers)) > 1:
-            raise RankMismatch(
+            raise errors.RankMismatch(
                 f"ranks reached the end of different joins of their group: by rank, numbers "
                 f"{numbers}. Hint: put nested joins around the same loop; a rank without data for "
                 "the outer join does not reach the inner one.",
@@ -407,9 +398,9 @@ class Join:
             return
         # Such as a mismatch, which all participants found. Ranks that left did not.
         is_raised_by_all = (
-            isinstance(error, GroupError)
+            isinstance(error, errors.GroupError)
             and error.group == group.label
-            and not isinstance(error, CollectiveTimeout)
+            and not isinstance(error, errors.CollectiveTimeout)
             and len(group.members) == group.size()
         )
         if not (is_raised_by_all or (self._throw and _is_uneven_inputs_error(error))):
@@ -430,7 +421,7 @@ def _check_hook_arguments(joinables: Sequence[Any], given: Mapping[str, Any]) ->
     used: list[Any] = [getattr(each, "join_hook_arguments", None) for each in joinables]
     unknown = [] if None in used else sorted(set(given).difference(*used))
     if unknown:
-        raise InvalidArgument(f"no joinable takes the keyword argument {unknown[0]!r}")
+        raise errors.InvalidArgument(f"no joinable takes the keyword argument {unknown[0]!r}")
 
 
 _block_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -443,7 +434,7 @@ def _announce_data(group: dist.ProcessGroup, device: torch.device, *, throws: bo
         exhausted = torch.zeros(1, device=device)
         _sum(exhausted, group).wait()
         if exhausted.item():
-            raise UnevenInputs(
+            raise errors.UnevenInputs(
                 f"{int(exhausted.item())} of {group.size()} ranks exhausted their inputs, which is "
                 "an error with throw_on_early_termination=True"
             )
@@ -460,12 +451,14 @@ def _group_of(joinable: upstream.Joinable) -> dist.ProcessGroup:
     if group is None:
         group = default_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise InvalidArgument(f"{type(joinable).__name__} has no group that contains this rank")
+        raise errors.InvalidArgument(
+            f"{type(joinable).__name__} has no group that contains this rank"
+        )
     return group
 
 
 def _is_uneven_inputs_error(error: BaseException) -> bool:
-    if isinstance(error, UnevenInputs):
+    if isinstance(error, errors.UnevenInputs):
         return True
     if error.__cause__ is not None:  # users may wrap it
         return _is_uneven_inputs_error(error.__cause__)
@@ -510,9 +503,9 @@ class UnevenLoader(Generic[T]):
         **kwargs: Any,
     ) -> None:
         if isinstance(loader, upstream.Joinable):
-            raise InvalidType("uneven takes the loader first, then the joinables")
+            raise errors.InvalidType("uneven takes the loader first, then the joinables")
         if not joinables:
-            raise InvalidArgument("uneven needs a joinable: uneven(loader, ddp)")
+            raise errors.InvalidArgument("uneven needs a joinable: uneven(loader, ddp)")
         self._loader = loader
         if not divide_by_initial_world_size:  # else not passed to hooks that may not know it
             kwargs["divide_by_initial_world_size"] = False
@@ -555,7 +548,7 @@ class UnevenLoader(Generic[T]):
 
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):
-            raise InvalidType(f"{type(self._loader).__name__} has no length")
+            raise errors.InvalidType(f"{type(self._loader).__name__} has no length")
         return len(self._loader)
 
 

@@ -46,8 +46,7 @@ class Finding:
     ok: bool
     label: str
     detail: str
-    advice: str = ""
-    """What the user should do, if anything."""
+    advice: str = ""  # what the user should do, if anything
 
     @property
     def status(self) -> str:
@@ -237,8 +236,7 @@ _HEADINGS = ("backend", "ranks", "latency", "bandwidth at 4 MiB")
 @dataclass(frozen=True)
 class Report:
     findings: Sequence[Finding]
-    measurements: Sequence[Mapping[str, Any]]
-    """What `_doctor_selftest` prints for each backend."""
+    measurements: Sequence[Mapping[str, Any]]  # what `_doctor_selftest` prints for each backend
 
     @property
     def ok(self) -> bool:

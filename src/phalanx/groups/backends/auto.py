@@ -16,8 +16,6 @@ from ...errors import RendezvousError, RendezvousTimeout
 from .._engine import Engine
 from . import gloo, nccl, refuse_options, shm
 
-__all__ = ["TRAITS", "make"]
-
 
 def make(
     store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **_: object

@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import Store
 from .._engine import REDUCTIONS, Engine, PythonWork, Traits
 from . import refuse_options
 
-__all__ = ["TRAITS", "make"]
-
 Tensors = list[Tensor]
 
 

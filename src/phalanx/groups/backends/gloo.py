@@ -16,8 +16,6 @@ from .._engine import NO_TIMEOUT, REAL_DTYPES, Engine, PythonWork, RawWork, Trai
 from .._worker_threads import run_on_worker
 from . import refuse_options
 
-__all__ = ["TRAITS", "make"]
-
 
 def make(
     store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **_: object

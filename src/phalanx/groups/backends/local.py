@@ -39,8 +39,6 @@ from .._worker_threads import run_on_worker
 from . import _reference as reference
 from . import refuse_options
 
-__all__ = ["TRAITS", "make", "single_rank_engine"]
-
 Tensors = list[Tensor]
 Function = Callable[[reference.Arguments], None]
 

@@ -12,8 +12,6 @@ from torch._C._distributed_c10d import Store
 from ...errors import InvalidState, UnknownOption
 from .._engine import Engine, Traits
 
-__all__ = ["TRAITS", "apply_options", "make"]
-
 
 def apply_options(target: object, options: dict[str, object]) -> None:
     """Set options by name; raises for a name that the target does not have."""

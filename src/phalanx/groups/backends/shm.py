@@ -66,8 +66,6 @@ if TYPE_CHECKING or native.engine is not None:
 else:
     DTYPES = {}  # without the extension there are no engines
 
-__all__ = ["TRAITS", "make"]
-
 # Not in `Timing`: neither delays anything that a test could wait for.
 _LONG_WAIT = 3600.0  # seconds; a wait without a timeout repeats this
 _POLL_INTERVAL = 0.02  # seconds that one attempt to advance a transfer may take

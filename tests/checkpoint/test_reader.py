@@ -1,7 +1,9 @@
 """Loading: full, partial and in place; all or nothing."""
 
+import gc
 import os
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -39,6 +41,18 @@ def test_requested_keys_are_loaded_in_place(path):
     assert state["model"]["weight"] is weight
     assert missing == []
     assert same(state, {"model": mixed(0, 5)["model"]})
+
+
+def test_loaded_state_is_freed_without_garbage_collection(path):
+    gc.collect()
+    gc.disable()
+    try:
+        loaded, _ = load(path, 0, 2)
+        weight = weakref.ref(loaded["model"]["weight"])
+        del loaded
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_missing_keys_are_returned_and_left_unchanged(path):

@@ -178,6 +178,7 @@ class LoadPlan:
         self._prefetched: dict[int, Tensor] = {}
         """Tensors that may be unreadable later, by index in `_in_place`."""
         self._new: list[Node] = []
+        self._built: list[Any] = []  # the values of `_new`
         self._new_tensors: dict[Any, Tensor] = {}  # those that shared memory share it again
         self._loads: list[_Apply] = []
         """Calls of ``load_state_dict``."""
@@ -185,7 +186,7 @@ class LoadPlan:
         in_place = [leaf for leaf, _ in self._in_place]
         tensors = [leaf for node in self._new for leaf in leaves(node)] + in_place
         checkpoint.open_files(tensors)
-        self._built = [rebuild_state(node, self._fetch_new) for node in self._new]
+        self._built += [rebuild_state(node, self._fetch_new) for node in self._new]
         is_readable_later = checkpoint.survives_removal(tensors)
         for i, leaf in enumerate(in_place):
             if is_readable_later:
@@ -288,7 +289,8 @@ class LoadPlan:
     def _build(self, node: Node) -> _Apply:
         i = len(self._new)
         self._new.append(node)
-        return lambda: self._built[i]
+        built = self._built  # not `self`: a cycle would keep the state until garbage is collected
+        return lambda: built[i]
 
 
 def _absent_nodes(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath, Absent]]:

@@ -175,13 +175,11 @@ class LoadPlan:
         self._checkpoint = checkpoint
         self._map_location = map_location
         self._in_place: list[tuple[TensorLeaf, Tensor]] = []
-        self._prefetched: dict[int, Tensor] = {}
-        """Tensors that may be unreadable later, by index in `_in_place`."""
+        self._prefetched: dict[int, Tensor] = {}  # by index: those that may be unreadable later
         self._new: list[Node] = []
         self._built: list[Any] = []  # the values of `_new`
         self._new_tensors: dict[Any, Tensor] = {}  # those that shared memory share it again
-        self._loads: list[_Apply] = []
-        """Calls of ``load_state_dict``."""
+        self._loads: list[_Apply] = []  # calls of `load_state_dict`
         self._root = self._fit(state, tree, ())
         in_place = [leaf for leaf, _ in self._in_place]
         tensors = [leaf for node in self._new for leaf in leaves(node)] + in_place

@@ -461,8 +461,8 @@ def keep_engine_alive(detector: FailureDetector, engine: Engine) -> None:
     """Keep the interpreter's exit from waiting for calls of this engine of a group."""
     with _engines_lock:
         if not _engines_of_open_groups:
-            atexit.unregister(_leak_busy_engines)
-            atexit.register(_leak_busy_engines)
+            atexit.unregister(_leak_engines)
+            atexit.register(_leak_engines)
         _engines_of_open_groups.setdefault(detector, []).append(engine)
     if hasattr(engine, "stop_thread"):
         # The group owns the memory of calls that no thread waits for. The engine's thread must stop
@@ -500,13 +500,15 @@ def drop_engines_when_idle(detector: FailureDetector) -> None:
             detector.in_flight.clear()
 
 
-def _leak_busy_engines() -> None:
+def _leak_engines() -> None:
     # A thread may still wait for a call in C++ when the interpreter is gone; returning to Python
     # would then crash the process.
     if native.engine is not None:
         native.engine.park_dying_threads()
     with _engines_lock:
         for detector, engines in [*_engines_of_open_groups.items(), *_engines_of_closed_groups]:
-            if detector.is_busy():
-                for engine in engines:
+            is_busy = detector.is_busy()
+            for engine in engines:
+                # A blocked thread of torch's engine may hold a lock that its destructor waits for.
+                if is_busy or not hasattr(engine, "started_works"):
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))

@@ -204,7 +204,7 @@ def test_a_hung_rank_is_dumped_and_replaced(ranks, body):
     start = time.monotonic()
     text = str(failing(ranks, body, 2, timeout=0.5))
     assert time.monotonic() - start < 5
-    assert "did not finish in 0.5 s" in text
+    assert re.search(r"did not finish in \d\.\d s", text)  # a busy machine looks later
     assert f"in {body.__name__}" in text
     assert ranks.run(report_pid, 2)
 

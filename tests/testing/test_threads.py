@@ -1,5 +1,6 @@
 """Thread ranks: the same bodies, in this process."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -97,7 +98,7 @@ def test_a_hung_thread_is_dumped_and_abandoned(threads, body, options):
     start = time.monotonic()
     text = failing(threads, body, **options)
     assert time.monotonic() - start < 5
-    assert "rank 1 did not finish in 0.3 s" in text
+    assert re.search(r"rank 1 did not finish in \d\.\d s", text)
     assert "in hang" in text
     assert threads.run(exchange, 2)
     release.set()

@@ -81,7 +81,7 @@ def error_outcome(error: BaseException, note: str = "") -> Failed:
 
 def hang_outcome(seconds: float, stacks: str) -> Failed:
     """Return the outcome of a rank that did not finish in time, with the stacks of its threads."""
-    return Failed(f"did not finish in {seconds:.1f} s; its stacks:\n{stacks}")
+    return Failed(f"did not finish in {seconds:.1f} s; stacks:\n{stacks}")
 
 
 @dataclass(frozen=True)

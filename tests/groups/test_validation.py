@@ -306,3 +306,10 @@ def form_local(ctx):
 
 def test_the_local_backend_rejects_processes(ranks):
     ranks.run(form_local, 2)
+
+
+def test_send_and_recv_require_a_rank():
+    group = new_group("fake", rank=0, world_size=2)
+    for call in (group.send, group.recv):
+        with pytest.raises(InvalidArgument, match="None is not a rank of this group"):
+            call(torch.ones(1), None)

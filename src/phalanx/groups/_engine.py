@@ -353,11 +353,12 @@ class PythonWork:
 
     def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()
+        outputs = self._outputs  # not `self`, which would be a cycle
 
         def fill(end: concurrent.futures.Future[int]) -> None:
             error = end.exception()
             if error is None:
-                future.set_result(self._outputs)
+                future.set_result(outputs)
             else:
                 future.set_exception(error)
 

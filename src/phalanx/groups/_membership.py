@@ -167,7 +167,7 @@ class Membership:
             self.is_rejoining = False
 
     def detach_engines(self) -> None:
-        self._full_engine = None
+        self._full_engine = self._barrier = None
         self.kept_engines = {}
 
     def _engine_supporting(self, operation: str, hint: str) -> Engine:

@@ -805,7 +805,7 @@ class ProcessGroup(dist.ProcessGroup):
         moved = _validation.as_single(name, tensors)
         if timeout is not None:
             _validation.as_seconds(timeout)
-        if peer is not None:
+        if name != "recv_anysource":
             _validation.as_rank(name, peer, self._size, word=word)
         if peer == self._rank:
             raise InvalidArgument(f"{name}: {word} {peer} is this rank itself; copy the tensor")

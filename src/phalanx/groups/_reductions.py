@@ -76,7 +76,7 @@ def adapt_reduction(
         op = kind = _BOOL_OPS.get(kind, kind)
     can_average = dtype.is_floating_point or traits.averages_all_types
     if kind == PREMUL_SUM and not traits.premultiplies:
-        factor, op = op.factor, SUM
+        factor, op = opts.reduceOp.factor, SUM
         call.inputs = products = ins if in_place else [tensor.clone() for tensor in ins]
 
         def multiply_and_start(*args: Any) -> RawWork:

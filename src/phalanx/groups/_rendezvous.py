@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -180,6 +179,7 @@ class Rendezvous:
         self.result = RendezvousResult()
         self.group_store = BlockingStoreClient(store)
         self._store = self.group_store
+        self._own_connection: StoreClient | None = None
         self._prefix = ""  # of the group's part of the store
         self._has_joined = False  # other ranks may know that this one has
         self._terms = terms
@@ -274,10 +274,12 @@ class Rendezvous:
                 "the store does not answer, or the engine of some rank does not connect"
             )
 
-    @cached_property
+    @property
     def _connection(self) -> StoreClient:
         """A connection to the store on which no engine waits."""
-        return StoreClient(StoreClient(self._store.raw).connect())
+        if self._own_connection is None:  # cached_property holds one lock over all instances
+            self._own_connection = StoreClient(StoreClient(self._store.raw).connect())
+        return self._own_connection
 
     def _join(self, backend: Backend | None = None) -> None:
         """Write the request and wait for the result; rank 0 adds an offer, if it can make one."""

@@ -93,7 +93,7 @@ def check_factor(operation: str, tensor: Tensor, value: float | Tensor) -> None:
         )
 
 
-def as_rank(operation: str, value: int, size: int, *, word: str = "root") -> int:
+def as_rank(operation: str, value: int | None, size: int, *, word: str = "root") -> int:
     if not isinstance(value, int) or not 0 <= value < size:
         raise InvalidArgument(
             f"{operation}: {word} {value!r} is not a rank of this group; "

@@ -31,10 +31,12 @@ class SubsetEngine:
         self._members = tuple(members)
         self._size = size
         self.started_works: list[Any] = []  # of both engines, and of calls that failed here
-        self.allreduce: Method = inner.allreduce
-        self.allreduce_coalesced: Method = inner.allreduce_coalesced
-        self.barrier: Method = inner.barrier
-        self.recv_anysource: Method = full.recv_anysource
+
+    def __getattr__(self, name: str) -> Method:
+        if name not in ("allreduce", "allreduce_coalesced", "barrier", "recv_anysource"):
+            raise AttributeError(name)
+        method: Method = getattr(self._full if name == "recv_anysource" else self._inner, name)
+        return method
 
     def reduce(self, tensors: Tensors, opts: Any) -> RawWork:
         return self._rooted(self._inner.reduce, tensors, opts)

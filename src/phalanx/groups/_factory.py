@@ -160,7 +160,8 @@ def split_group(
             next_attempt=partial(parent._count_split, f"{label} {ranks}"),
             ranks_on_machine=sum(process.machine == machine for process in processes),
         )
-    lease = None if parent._hosted is None else parent._hosted.lease()
+    needs_store = find_backend(config.backend).traits.needs_store
+    lease = parent._hosted.lease() if parent._hosted is not None and needs_store else None
     try:
         return form_group(
             config,

@@ -197,6 +197,7 @@ class Issuer:
         if faultpoints.armed:
             faultpoints.reach(f"{operation}:before")
         with self.issue_lock:
+            engine = self.engine  # read before `closed`: another thread may close the group
             if self.closed or self.detector.failure is not None or self.recorder.starting:
                 self.check_usable(operation)
                 self._reconcile(None)
@@ -210,7 +211,7 @@ class Issuer:
                 if finish is not None:
                     work.finish = finish
                 if self.checks_before_call and not transfer:
-                    self._check_consistency(call, seconds, opts, uneven=uneven)
+                    self._check_consistency(engine, call, seconds, opts, uneven=uneven)
                 is_checked = True
                 work.raw = method(*args)
             except BaseException as error:
@@ -245,7 +246,9 @@ class Issuer:
         detector.ended(call)
         del self._started_works[:]  # the part has ended
 
-    def _check_consistency(self, call: Call, timeout: float, opts: Any, *, uneven: bool) -> None:
+    def _check_consistency(
+        self, engine: Engine, call: Call, timeout: float, opts: Any, *, uneven: bool
+    ) -> None:
         """Raise `RankMismatch`, naming both sides, unless all ranks make the same call."""
         detector = self.detector
         what = f"{call.operation} {call.dtype}" if uneven else call.what
@@ -253,21 +256,21 @@ class Issuer:
         key = f"{what} {op} {getattr(opts, 'rootRank', '')}"
         mine = RankCall(detector.rank, call.what, call.site)
         theirs = (
-            self.engine.compare_call(call.sequence, key, mine)
-            if hasattr(self.engine, "compare_call")
-            else self._exchange_calls(timeout, "\n".join([key, mine.what, mine.site]))
+            engine.compare_call(call.sequence, key, mine)
+            if hasattr(engine, "compare_call")
+            else self._exchange_calls(engine, timeout, "\n".join([key, mine.what, mine.site]))
         )
         if theirs is not None:
             raise detector.error(detector.fail(mismatch_failure(mine, theirs, call)), None, call)
 
-    def _exchange_calls(self, timeout: float, description: str) -> RankCall | None:
+    def _exchange_calls(self, engine: Engine, timeout: float, description: str) -> RankCall | None:
         """Gather the ranks' descriptions; return a call whose first line differs from ours."""
         mine = description.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         gathered = sent.repeat(self.detector.size)  # ranks that have left agree
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=timeout)
-        raw = self.engine._allgather_base(gathered, sent, options)
+        raw = engine._allgather_base(gathered, sent, options)
         self.await_part(raw, timeout)
         for rank, row in enumerate(gathered.view(-1, DESCRIPTION_BYTES)):
             theirs = bytes(row.tolist())

@@ -445,7 +445,7 @@ class Rendezvous:
             text = None if rank in self._requests else read(f"request/{rank}")
             if text is not None:
                 self._requests[rank] = request = from_json(text, RendezvousRequest)
-                if request.terms != self._terms:
+                if self._rank == 0 and request.terms != self._terms:
                     raise self._disagreement(rank, request.terms)
 
     def _missing(self) -> list[int]:

@@ -243,6 +243,8 @@ class Work(dist.Work, PendingCall):
             faultpoints.reach(f"{call.operation}:after")
 
     def _raise(self, failure: Failure, cause: Exception | None = None) -> NoReturn:
+        if failure.kind == "timeout":
+            cause = None  # the engine's own deadline, which is the same
         if cause is not None:
             cause.__suppress_context__ = True  # the context is a wait that ended early
         raise self._fail(failure) from cause

@@ -109,12 +109,12 @@ class FailureDetector:
         self._progress: Callable[[], None] = getattr(engine, "progress", _no_op)
         self._members: Callable[[], list[int]] | None = getattr(engine, "members", None)
         self.timing = default_timing()
-        self._excluded: set[int] = set()
+        self.excluded: set[int] = set()
         self._owner = threading.get_ident()
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards `failure` and `_excluded`
+        self._lock = threading.Lock()  # guards `failure` and `excluded`
         self._resume = _no_op
-        self._futures: list[Work] = []
+        self.works_with_futures: list[Work] = []
 
     def check(self, pending: PendingCall, *, engine_failed: bool = False) -> Failure | None:
         """Check whether an overdue call can still succeed; None means to keep waiting.
@@ -236,7 +236,7 @@ class FailureDetector:
 
     def _is_outdated(self, failure: Failure) -> bool:
         """Whether it is the death of ranks that have been excluded since."""
-        return failure.kind == "lost" and set(failure.ranks) <= self._excluded
+        return failure.kind == "lost" and set(failure.ranks) <= self.excluded
 
     def error(
         self,
@@ -307,20 +307,17 @@ class FailureDetector:
     def resume_without(self, without: set[int], exclude: Callable[[int], None]) -> None:
         """Clear a failure that was the death of these ranks."""
         with self._lock:
-            self._excluded |= without
+            self.excluded |= without
             if self.status_store is not None:
-                self.status_store.reset_failure(format_rank_ranges(sorted(self._excluded)))
+                self.status_store.reset_failure(format_rank_ranges(sorted(self.excluded)))
             self.failure = None
 
         def resume() -> None:
-            for rank in sorted(self._excluded):
+            for rank in sorted(self.excluded):
                 exclude(rank)
 
         self._resume = resume
         resume()
-
-    def is_excluded(self, rank: int) -> bool:
-        return rank in self._excluded
 
     def prune_in_flight(self) -> None:
         """Drop calls that have ended, if many are tracked."""
@@ -337,9 +334,6 @@ class FailureDetector:
             return True  # they are the parent's, and so is the engine
         return any(not work.engine_is_done() for work in list(self.in_flight.values()))
 
-    def watch_future(self, work: Work) -> None:
-        self._futures.append(work)
-
     def poll(self) -> None:
         """Write a report if one was requested, and complete calls that no thread waits for."""
         status = None if self.closed else self.status_store
@@ -351,10 +345,10 @@ class FailureDetector:
         self.check_futures()
 
     def check_futures(self) -> None:
-        for work in list(self._futures):
+        for work in list(self.works_with_futures):
             if work.check_future():
                 with suppress(ValueError):  # the watchdog and the caller may both be here
-                    self._futures.remove(work)
+                    self.works_with_futures.remove(work)
 
     def report(self) -> RankReport:
         waiting = self.waiting

@@ -403,7 +403,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._membership.detach_engines()
         drop_engines_when_idle(self._detector)
         if self._hosted is not None and self._status_store is not None:
-            self._hosted.add_closed_group(ClosedGroup(self._status_store, self._roster, self._rank))
+            closed = ClosedGroup(self._status_store, self._roster, self._rank)
+            self._hosted.closed_groups.append(closed)
 
     def _end_lease(self) -> None:
         """Release the hosted store; no group can be split off once it has closed."""

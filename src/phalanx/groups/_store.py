@@ -213,7 +213,7 @@ class HostedStore:
         self._linger = default_timing().idle_linger
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._idle_since: float | None = None
-        self._closed_groups: deque[ClosedGroup] = deque()
+        self.closed_groups: deque[ClosedGroup] = deque()  # here, but perhaps not on all ranks
         self._reservations_seen: dict[str, float] = {}
 
     def lease(self) -> Lease:
@@ -225,10 +225,6 @@ class HostedStore:
                     "down their groups. Create a new group with new_group"
                 )
             return Lease(self)
-
-    def add_closed_group(self, group: ClosedGroup) -> None:
-        """Keep the store open until all ranks of a group have closed it."""
-        self._closed_groups.append(group)
 
     def poll(self) -> None:
         """Close the store if nothing needs it any more; called by the watchdog."""
@@ -257,7 +253,7 @@ class HostedStore:
         return self.keep_open or len(self._leases) > 0
 
     def _is_unused(self) -> bool:
-        closed = self._closed_groups
+        closed = self.closed_groups
         had_closed = bool(closed)
         if self._is_leased():
             self._idle_since = None

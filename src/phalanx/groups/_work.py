@@ -184,7 +184,7 @@ class Work(dist.Work, PendingCall):
             if self._future is not None:
                 return self._future
             self._future = Future()
-        self._detector.watch_future(self)
+        self._detector.works_with_futures.append(self)
         self.raw.get_future().add_done_callback(self._complete_future)
         return self._future
 
@@ -196,7 +196,7 @@ class Work(dist.Work, PendingCall):
             if peer is not None and peer in detector.absent():
                 if self._is_done():  # it sent its part before it left
                     return
-                if detector.is_excluded(peer):
+                if peer in detector.excluded:
                     raise self._fail_call(CallFailed(PeerLost, peer, "is dead"))
                 if hasattr(self.raw, "cancel"):
                     self.raw.cancel()  # or it would match what the peer sends after it rejoins

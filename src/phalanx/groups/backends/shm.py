@@ -356,21 +356,20 @@ class ShmEngine:
         return self._issue(Collective.ALLTOALL, source, [output], output, extent=0, splits=splits)
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
-        tensor = tensors[0]
-        work = ShmTransfer(self, tensors)
-        self._native.send(peer, tag, tensor.data_ptr(), tensor.nbytes, self.started_works, work)
-        self._transfers[work.ticket] = tensors
-        return work
+        return self._transfer(self._native.send, tensors, peer, tag)
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
-        tensor = tensors[0]
-        work = ShmTransfer(self, tensors)
-        self._native.receive(peer, tag, tensor.data_ptr(), tensor.nbytes, self.started_works, work)
-        self._transfers[work.ticket] = tensors
-        return work
+        return self._transfer(self._native.receive, tensors, peer, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> RawWork:
         return self.recv(tensors, -1, tag)
+
+    def _transfer(self, start: Any, tensors: Tensors, peer: int, tag: int) -> RawWork:
+        tensor = tensors[0]
+        work = ShmTransfer(self, tensors)
+        start(peer, tag, tensor.data_ptr(), tensor.nbytes, self.started_works, work)
+        self._transfers[work.ticket] = tensors
+        return work
 
     def _in_place(
         self,

@@ -42,13 +42,13 @@ def use_a_folder(ctx, path, *, default_group):
         with CheckpointManager(path, keep_last=1, group=group) as folder:
             assert folder.latest() is None
             for step in (1, 2):
-                folder.save(step, {"alike": torch.full((9,), step), "own": PerRank(ctx.rank)})
+                folder.save(step, {"shared": torch.full((9,), step), "own": PerRank(ctx.rank)})
             loaded = folder.load()
-            assert (loaded["alike"].tolist(), loaded["own"]) == ([2] * 9, ctx.rank)
+            assert (loaded["shared"].tolist(), loaded["own"]) == ([2] * 9, ctx.rank)
             kind = InvalidArgument if ctx.rank == 0 else SaveFailed
             errors = [_error(lambda: folder.save(1, {}), kind), _error(lambda: folder.load(1))]
             wanted = torch.zeros(9 + (ctx.rank == 1), dtype=torch.int64)
-            return [*errors, _error(lambda: folder.load(state={"alike": wanted}))]
+            return [*errors, _error(lambda: folder.load(state={"shared": wanted}))]
     finally:
         if default_group:
             dist.destroy_process_group()
@@ -69,7 +69,7 @@ def test_all_ranks_agree_and_fail_together(request, tmp_path, default_group):
     assert [kind for kind, _ in two] == [SaveFailed, CheckpointNotFound, StateMismatch]
     assert one[0][1] in two[0][1]
     assert one[1] == two[1]
-    assert one[2][1].startswith("rank 1 failed while loading step 2: StateMismatch: alike is")
+    assert one[2][1].startswith("rank 1 failed while loading step 2: StateMismatch: shared is")
 
 
 def save_in_two_ways(ctx, path, barrier):
@@ -252,7 +252,7 @@ def test_close_waits_for_retention(tmp_path, in_background, monkeypatch):
     closing_thread.join(0.1)
     assert closing_thread.is_alive()
     assert folder.steps() == [1, 2]
-    assert os.path.exists(tmp_path / ".saving"), "and nobody else may save meanwhile"
+    assert os.path.exists(tmp_path / ".saving"), "and no one else may save meanwhile"
     is_waiting.set()
     closing_thread.join()
     assert folder.steps() == [2]

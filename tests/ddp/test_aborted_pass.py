@@ -126,7 +126,7 @@ def test_next_forward_waits_for_collectives_of_a_failed_pass(group):
         assert not failed._works[0].is_completed()
         store.set(f"failed {group.rank()}", "")
     ddp.zero_grad()
-    ddp(rows)  # nobody may write into what peers are still reducing
+    ddp(rows)  # peers may still be reducing this memory
     assert all(work.is_completed() for work in failed._works)
     both(ddp, whole, group, 4)
     compare(ddp, whole)

@@ -75,13 +75,13 @@ class Whole(nn.Module):
 
 @everywhere
 @both_kinds
-@pytest.mark.parametrize("alike", [True, False], ids=["alike", "differing"])
-def test_module_with_only_checkpointed_layers(group, reentrant, alike):
+@pytest.mark.parametrize("is_same", [True, False], ids=["same", "differing"])
+def test_module_with_only_checkpointed_layers(group, reentrant, is_same):
     def loss(module, rows, step, rank):
-        which = (0, 1, 2) if alike or rank else (0, 2, 0, 1, 0)[: 1 + step]
+        which = (0, 1, 2) if is_same or rank else (0, 2, 0, 1, 0)[: 1 + step]
         return module(rows, *which).square().mean()
 
-    train(lambda: Whole(reentrant), group, loss, steps=5, bucket_cap_mb=TINY if alike else 25)
+    train(lambda: Whole(reentrant), group, loss, steps=5, bucket_cap_mb=TINY if is_same else 25)
 
 
 @everywhere

@@ -333,7 +333,7 @@ def test_penalty_term_reaches_parameters_unused_in_forward(group, sums):
             for rank, part in enumerate(rows.split(len(rows) // 2)):
                 scale = 1.0 if sums else weights[rank][turn] / total
                 (loss(whole, whole, part, turn) * scale).backward()
-        assert_same_gradients(ddp.module, whole, rtol=2e-6)  # and nobody zeroes them
+        assert_same_gradients(ddp.module, whole, rtol=2e-6)  # and they are never zeroed
 
 
 @on_two

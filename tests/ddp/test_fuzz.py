@@ -71,9 +71,9 @@ def test_programs_on_processes(ranks, backend):
     seeds = range(START, START + ON_PROCESSES)
     programs = sorted((program_of(seed, backend) for seed in seeds), key=lambda each: each.size)
     for _, group in groupby(programs, key=lambda each: each.size):
-        alike = list(group)
-        for first in range(0, len(alike), BATCH):
-            for failure in run_all(alike[first : first + BATCH], ranks):
+        cases = list(group)
+        for first in range(0, len(cases), BATCH):
+            for failure in run_all(cases[first : first + BATCH], ranks):
                 report(failure, ranks)
 
 

@@ -32,7 +32,7 @@ class Choice(nn.Module):
         super().__init__()
         self.trunk = nn.Linear(5, 4)
         self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.nobody = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
 
     def forward(self, rows, *which):
         hidden = self.trunk(rows).tanh()
@@ -60,7 +60,7 @@ def test_parameters_used_on_some_ranks_or_steps(group, choose):
 
     for cap in (TINY, 25):
         ddp, _ = train(Choice, group, loss, steps=5, bucket_cap_mb=cap)
-    assert all(p.grad is None for p in ddp.module.nobody.parameters())
+    assert all(p.grad is None for p in ddp.module.unused.parameters())
 
 
 @everywhere

@@ -244,7 +244,7 @@ def test_zero_weight_pass_adds_nothing(group, place):
             for rank, part in enumerate(rows.split(ROWS)):
                 if weights[rank][turn]:
                     (squares(whole, part) * weights[rank][turn] / total).backward()
-        assert_same_gradients(ddp.module, whole, rtol=4e-6)  # and nobody zeroes them
+        assert_same_gradients(ddp.module, whole, rtol=4e-6)  # and they are never zeroed
 
 
 @on_pairs

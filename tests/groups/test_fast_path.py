@@ -212,7 +212,9 @@ def test_a_call_in_flight_has_no_end_time():
     group = alone()
     work = group.barrier()
     assert group.records()[-1].ended is None
-    assert group._detector.is_busy() is False, "the engine is done, though nobody has looked"
+    assert group._detector.is_busy() is False, (
+        "the engine has finished, though no thread has waited"
+    )
     work.wait()
     assert group.records()[-1].ended is not None
     assert not group._detector.in_flight
@@ -254,7 +256,7 @@ def test_completed_calls_keep_no_tensor_alive():
 def test_shutdown_releases_the_engine():
     group = alone()
     group.allreduce(torch.ones(3)).wait()
-    group.allreduce(torch.ones(3))  # which nobody waits for
+    group.allreduce(torch.ones(3))  # not waited for
     seen = weakref.ref(group._engine)
     group.shutdown()
     assert seen() is None

@@ -281,7 +281,7 @@ def receive_and_leave(ctx):
         return
     with pytest.raises(PeerLeft):
         group.recv(torch.zeros(2), 0).wait()
-    group.leave()  # which waits for nobody who is not there
+    group.leave()  # does not wait for absent ranks
 
 
 def test_leave_succeeds_after_a_recv_failed_with_peer_left(ranks):

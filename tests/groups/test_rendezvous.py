@@ -392,7 +392,7 @@ def test_the_error_names_a_store_that_does_not_answer(capfd):
     port = free_port()
     with pytest.raises(RendezvousTimeout, match=f"127.0.0.1:{port} within 1 s"):
         groups.new_group("gloo", SECOND, store=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
-    assert "frame #" not in capfd.readouterr().err, "torch's stack traces help nobody here"
+    assert "frame #" not in capfd.readouterr().err, "torch's stack traces are noise here"
 
 
 def wait_for_absent(ctx):

@@ -231,7 +231,7 @@ def test_a_forked_child_cannot_use_the_group(ranks):
 
 def let_go_of_a_call(ctx):
     group = ctx.group("shm", timeout=LONG)
-    group.allreduce(torch.full((50_000,), float(ctx.rank)))  # nobody keeps the tensor or the work
+    group.allreduce(torch.full((50_000,), float(ctx.rank)))  # the tensor and the work are dropped
     gc.collect()
     tensor = torch.ones(50_000)
     group.allreduce(tensor).wait()

@@ -196,7 +196,7 @@ def let_go_of_everything(ctx):
     group = threaded(ctx)
     heirs = []
     for turn in range(50):
-        group.allreduce(torch.full((40_000,), turn + 1.0))  # nobody keeps the tensor or the work
+        group.allreduce(torch.full((40_000,), turn + 1.0))  # the tensor and the work are dropped
         heirs.append(torch.zeros(40_000))  # which would inherit the memory
     total = torch.ones(40_000)
     group.allreduce(total).wait()
@@ -214,7 +214,7 @@ def drop_the_group(ctx):
     native = group._engine._native
     group.barrier().wait()
     if ctx.rank == 0:
-        group.allreduce(torch.ones(1_000_000))  # which nobody else comes to
+        group.allreduce(torch.ones(1_000_000))  # no other rank makes this call
         assert native.has_driver
     from phalanx.groups import _torch_integration
 
@@ -249,7 +249,7 @@ def notice_by_looking(ctx, count):
     group = threaded(ctx)
     group.barrier().wait()
     work = group.allreduce(torch.ones(count))
-    assert until(work.is_completed, 5), "nobody waits, and yet the death is known"
+    assert until(work.is_completed, 5), "the death is known although no thread waits"
     assert isinstance(work.exception(), PeerLost)
     assert work.exception().lost == (2,)
     group.abort()
@@ -334,7 +334,7 @@ EXIT = """
     threads = [threading.Thread(target=form, args=(rank,)) for rank in range(2)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    groups[0][1].allreduce(torch.ones(1_000_000))  # which nobody else comes to
+    groups[0][1].allreduce(torch.ones(1_000_000))  # no other rank makes this call
     child = os.fork()
     if child == 0:
         sys.exit(5)  # all that an interpreter does when it ends

@@ -113,7 +113,7 @@ def litter(value):
 def drop_a_send(ctx):
     group = ctx.group("shm", timeout=LONG)
     if ctx.rank == 0:
-        group.send(torch.full((BIG,), 5.0), 1)  # nobody keeps the tensor or the work
+        group.send(torch.full((BIG,), 5.0), 1)  # the tensor and the work are dropped
         kept = litter(-1.0)
         ctx.store.set("dropped", "")
         ctx.store.wait(["received"])  # without another call: the send gets on by itself

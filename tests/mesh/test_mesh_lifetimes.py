@@ -94,7 +94,7 @@ def test_concurrent_requests_get_one_group(gate, gated):
         with on_thread(lambda: gated.get_group(0)) as second:
             gate.open.set()
     assert first == second == [gated.get_group(0)]
-    assert not gate.entered.acquire(blocking=False)  # nobody else was at the gate
+    assert not gate.entered.acquire(blocking=False)  # no other thread was at the gate
 
 
 def test_concurrent_requests_all_raise_if_the_group_cannot_be_created(gate, gated):
@@ -233,7 +233,7 @@ def disagree_twice(ctx):
             with pytest.raises(RankMismatch, match=r"a=4.*b=4"):
                 mesh.get_group()
     else:
-        assert mesh.get_group() is group  # there is nobody yet to disagree with
+        assert mesh.get_group() is group  # no other rank can disagree yet
         group.barrier().wait()
     group.barrier().wait()
 

@@ -96,7 +96,7 @@ def test_layouts_have_every_name_of_torchs(name):
     of_any_class = {"__annotations__", "__dict__", "__weakref__"}
     names = [each for each in vars(theirs) if "dataclass" not in each]
     missing = {*names} - {*dir(ours)} - of_any_class
-    # torch's raise, so that nobody counts or indexes the parts of an axis.
+    # torch's raise too: the parts of an axis are not counted or indexed.
     assert missing == ({"__getitem__", "__len__"} if name == "_FlatLayout" else set())
     assert ours.__match_args__ == theirs.__match_args__
 

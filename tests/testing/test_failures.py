@@ -200,7 +200,7 @@ def hang_stopped(ctx):
     "body", [hang_in_python, hang_in_sleep, hang_in_store, hang_with_the_interpreter]
 )
 def test_a_hung_rank_is_dumped_and_replaced(ranks, body):
-    ranks.run(report_pid, 2)  # so that nobody has to be started first
+    ranks.run(report_pid, 2)  # so that no rank has to be started first
     start = time.monotonic()
     text = str(failing(ranks, body, 2, timeout=0.5))
     assert time.monotonic() - start < 5

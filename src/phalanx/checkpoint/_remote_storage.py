@@ -1,7 +1,7 @@
 """Checkpoints on any fsspec file system, which may have neither renames nor locks.
 
 Data is written under its final, unique names, and the manifest last. An object store shows an
-object only when it is complete, which takes the place of the rename. Nobody can prove that the
+object only when it is complete, which takes the place of the rename. It cannot be proven that the
 owner of a stray file is dead, so only files of the checkpoint that was replaced are removed.
 
 Torch-free.

@@ -286,7 +286,7 @@ def _settle_zero(program: Program, zero: str, window: _Window) -> str:
     if not window.is_open or zero == "keep":
         return zero
     if window.is_weighted and window.has_unreached:
-        return "keep"  # nobody can see that gradients were dropped that were none, or zeros
+        return "keep"  # dropping None or zero gradients cannot be observed
     # Ranks would differ in which gradients are zeros, and which are none.
     return "none" if window.differs else zero
 
@@ -294,7 +294,7 @@ def _settle_zero(program: Program, zero: str, window: _Window) -> str:
 def _settle_pass(program: Program, turn: Turn, each: Pass) -> Pass:
     reached = [program.reached(turn, each, rank) for rank in range(program.size)]
     if program.output in HIDDEN and not all(reached):
-        # Nobody can see a pass that begins at no output and ends at no parameter.
+        # A pass from no output to no parameter cannot be observed.
         each = replace(each, uses=(program.all_units,) * program.size, parts=())
     if program.in_backward or program.checkpointing == "reentrant":
         # A step changes what the second pass needs; autograd.grad refuses reentrant passes.

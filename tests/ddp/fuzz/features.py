@@ -60,7 +60,7 @@ def _zero(old: str, new: str) -> Callable[[Program], Program]:
 
 
 def _unchanged(program: Program) -> Program:
-    """Have nobody change gradients that are reduced."""
+    """Leave gradients that are being reduced unchanged."""
     kept = _zero("none", "keep")(_zero("zero", "keep")(program))
     return _on_passes(replace(kept, in_backward=False, clip=None), edit=1.0)
 

@@ -129,7 +129,7 @@ class Oracle:
 
     def evaluate(self) -> None:
         if self.joins:
-            return  # it is no step, and nobody else has to know of it
+            return  # it is no step; no other rank learns of it
         self.sync_buffers()
         for rank in self.active:
             self.ranks[rank].syncs_buffers = False

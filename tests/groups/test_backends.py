@@ -82,10 +82,22 @@ def counted(store, rank, world_size, timeout, device, *, start=0):
     return bare_gloo(store, rank, world_size, timeout, device)
 
 
+class Basic:
+    """An engine with few operations."""
+
+    def __init__(self, engine):
+        self.allreduce, self._allgather_base = engine.allreduce, engine._allgather_base
+
+
+def basic(*args):
+    return Basic(bare_gloo(*args))
+
+
 # Ranks import this module too, so these are registered there as well.
 register_backend("my bare gloo", bare_gloo)
 register_backend("my whole group", whole_group)
 register_backend("my counted gloo", counted)
+register_backend("my basic engine", basic)
 
 
 @over_groups(backends=("my bare gloo", "my whole group"), sizes=(1, 2), split=True)
@@ -118,6 +130,14 @@ def test_options_are_passed_to_the_backend_factory(group):
     assert group._config.options == {"start": 3}
     with pytest.raises(InvalidArgument, match="meta.*serves cpu"):
         group.allreduce(torch.ones(1, device="meta"))
+
+
+@over_groups(backends=("my basic engine",), sizes=(3,))
+def test_an_engine_with_few_operations_can_lose_a_rank(group):
+    if group.rank() in group.update_membership(stays=group.rank() != 1):
+        tensor = torch.ones(2)
+        group.allreduce(tensor).wait()
+        assert tensor.tolist() == [2.0, 2.0]
 
 
 def test_traits_passed_to_register_backend_are_used():

@@ -1,11 +1,13 @@
 """Mismatched calls: the error names both calls, on every rank."""
 
+import sys
+import threading
 from datetime import timedelta
 
 import pytest
 import torch
 
-from phalanx.errors import CollectiveTimeout, GroupError, RankMismatch
+from phalanx.errors import CollectiveTimeout, GroupAborted, GroupError, RankMismatch
 from phalanx.groups import ReduceOp
 from phalanx.testing import over_groups
 
@@ -89,6 +91,30 @@ def agree(ctx, checks):
 def test_arguments_that_may_differ_between_ranks_are_not_checked(threads, ranks, checks):
     threads.run(agree, 3, args=(checks,))
     ranks.run(agree, 3, args=(checks,))
+
+
+def abort_before_comparing(ctx):
+    group = ctx.group(timeout=LONG, checks=True)
+    group.barrier().wait()
+
+    def abort(frame, _event, _arg):
+        if frame.f_code.co_name == "_check_consistency":
+            other = threading.Thread(target=group.abort)
+            other.start()
+            other.join()
+
+    if ctx.rank == 0:
+        sys.settrace(abort)
+        try:
+            with pytest.raises(GroupAborted, match="aborted the group at"):
+                group.allreduce(torch.ones(2)).wait()
+        finally:
+            sys.settrace(None)
+
+
+def test_abort_by_another_thread_while_calls_are_compared(threads, ranks):
+    threads.run(abort_before_comparing, 2)
+    ranks.run(abort_before_comparing, 2)
 
 
 def disagree_unchecked(ctx):

@@ -1,7 +1,9 @@
 """Both of torch's call forms for every collective, and the Work handles that calls return."""
 
+import gc
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -364,6 +366,23 @@ def test_future_of_allgather_holds_one_stacked_tensor(group):
     (rows,) = group.allgather([outputs], [pair(group)]).get_future().wait()
     assert rows.tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert [each.tolist() for each in outputs] == rows.tolist()
+
+
+@over_groups(backends=("shm", "gloo"), sizes=(2,), reuse=True)
+def test_the_future_of_a_transfer_keeps_no_tensor_alive(group):
+    tensor = pair(group)
+    seen = weakref.ref(tensor)
+    transfer = group.send if group.rank() == 0 else group.recv
+    gc.disable()
+    try:
+        transfer(tensor, 1 - group.rank()).get_future().wait()
+        del tensor
+        deadline = time.monotonic() + 10  # the worker thread may still return
+        while seen() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 @over_two

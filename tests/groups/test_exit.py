@@ -69,6 +69,44 @@ def test_a_program_exits_cleanly_with_calls_in_flight(tmp_path):
     assert "terminate" not in errors[0]
 
 
+# The callback blocks a thread of rank 0's engine. A function of the program would keep the names of
+# the program, and so the groups, until the process has ended.
+BLOCKED = """
+import queue, threading
+
+import torch
+from torch.distributed import HashStore
+
+from phalanx.groups import new_group
+
+store, groups, runs = HashStore(), {}, queue.SimpleQueue()
+
+
+def form(rank):
+    groups[rank] = new_group("gloo", store=store, rank=rank, world_size=2)
+
+
+threads = [threading.Thread(target=form, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+future = groups[0].allreduce(torch.ones(3)).get_future()
+future.then(runs.put)
+future.then(queue.SimpleQueue().get)
+groups[1].allreduce(torch.ones(3)).wait()
+runs.get()
+for group in groups.values():
+    group.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_exits_after_shutdown_while_a_gloo_thread_is_blocked():
+    """The group used to destroy its engine, which waits for the thread."""
+    subprocess.run([sys.executable, "-c", BLOCKED], check=True, timeout=60)
+
+
 def wait_longer_than_the_engine_does(ctx, how):
     group = ctx.group("shm", timeout=LONG, driver="caller")
     usual, shm._LONG_WAIT = shm._LONG_WAIT, 0.02  # an hour, usually

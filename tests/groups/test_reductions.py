@@ -212,6 +212,15 @@ def test_premultiplied_sum_rejects_integers(group):
     assert tensor.tolist() == [SIZE, SIZE]
 
 
+@over_three
+def test_premultiplied_sum_rejects_bools(group):
+    """Even with a factor that is a bool: Gloo would sum the bytes and store a 3."""
+    tensor = torch.ones(2, dtype=torch.bool)
+    for factor in (0.5, torch.tensor([True])):
+        with pytest.raises(InvalidArgument, match="PREMUL_SUM needs a tensor of numbers, got bool"):
+            group.allreduce(tensor, _make_nccl_premul_sum(factor))
+
+
 # -- unsupported operations ----------------------------------------------------------------
 
 

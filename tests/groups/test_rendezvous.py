@@ -250,6 +250,15 @@ def test_split_group_is_refused_when_the_store_is_closed():
         group.split_group([0])
 
 
+def test_a_fake_group_can_be_split_off_when_the_store_is_closed():
+    port = free_port()
+    url = f"tcp://127.0.0.1:{port}"
+    group = groups.new_group("gloo", SECONDS, store=url, rank=0, world_size=1)
+    group.shutdown()
+    time_until_free(port)
+    assert group.split_group([0], backend="fake").size() == 1
+
+
 def fork_and_meet_again(ctx, port):
     group = hosted_group(ctx, port)
     group.barrier().wait()
@@ -442,6 +451,22 @@ def test_an_extra_rank_is_told_the_world_size(threads):
     threads.run(too_many, 3)
 
 
+def come_beside_an_extra_rank(ctx):
+    size = 3 if ctx.rank == 2 else 2
+    if ctx.rank == 1:  # late: the extra rank has time to see what rank 0 forms
+        ctx.store.wait(["phalanx/g/1/request/0", "phalanx/g/1/request/2"])
+        time.sleep(0.3)
+    if ctx.rank < 2:
+        assert works(ctx.group("gloo", timeout=SECONDS, name="g", world_size=size))
+        return
+    with pytest.raises(RankMismatch, match="world size 2.*world size 3"):
+        ctx.group("gloo", timeout=SECONDS, name="g", world_size=size)
+
+
+def test_an_extra_rank_does_not_break_a_group_that_forms(ranks):
+    ranks.run(come_beside_an_extra_rank, 3)
+
+
 def disagree_on_backend(ctx):
     with pytest.raises(RankMismatch, match="backend local.*backend gloo"):
         ctx.group(["local", "gloo"][ctx.rank], timeout=SECONDS)
@@ -481,6 +506,41 @@ def form_from_two_threads(ctx):
 
 def test_threads_can_form_groups_in_any_order(ranks):
     ranks.run(form_from_two_threads, 2)
+
+
+class SlowStore(dist.HashStore):
+    """A store that opens no further connection until it may, once rank 0 has joined."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def clone(self):
+        if self.check(["phalanx/slow/1/request/0"]):
+            self.is_asked.set()
+            self.may_answer.wait(20)
+        return self
+
+
+def form_alone(store, name):
+    with pytest.raises(RendezvousTimeout, match="missing: rank 1"):
+        groups.new_group("local", SECOND, store=store, rank=0, world_size=2, name=name)
+
+
+def test_forming_a_group_does_not_wait_for_the_store_of_another_thread():
+    """Every thread asks its store whether a peer has failed, on a connection of its own."""
+    slow = SlowStore()
+    with override_timing(request_timeout=20):
+        other = threading.Thread(target=form_alone, args=(slow, "slow"))
+        other.start()
+        try:
+            assert slow.is_asked.wait(10)
+            began = time.monotonic()
+            form_alone(dist.HashStore(), "quick")
+            assert time.monotonic() - began < 10
+        finally:
+            slow.may_answer.set()
+            other.join()
 
 
 def claim_the_same_rank(ctx):

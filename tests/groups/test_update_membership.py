@@ -228,6 +228,18 @@ def test_shutdown_after_a_departure_closes_all_engines(ranks):
     ranks.run(shut_down_narrowed, 3)
 
 
+def rejoin_and_close(ctx):
+    group = ctx.group("gloo", timeout=LONG)
+    group.rejoin()
+    barrier = weakref.ref(group._membership._barrier)
+    group.shutdown()
+    assert barrier() is None
+
+
+def test_shutdown_closes_the_connection_of_the_rejoin_barrier(ranks):
+    ranks.run(rejoin_and_close, 2)
+
+
 # -- other operations ----------------------------------------------------------------------
 
 

@@ -295,8 +295,7 @@ def form_group(
     except BaseException as error:
         rendezvous.give_up(error)
         raise
-    mismatch = rendezvous.find_mismatch()
-    if mismatch is not None:
+    if (mismatch := rendezvous.find_mismatch()) is not None:
         group.abort()
         group._end_lease()  # since the error's traceback keeps the group
         raise mismatch

@@ -7,8 +7,8 @@ every other rank raises the same cause.
 
 The end of the module keeps engines alive that still have calls in flight. Gloo cannot be
 interrupted: destroying it blocks the interpreter until its last call times out. Engines of
-closed groups are dropped when their calls have ended; engines that are busy at interpreter exit
-are leaked on purpose.
+closed groups are dropped when their calls have ended; engines that are busy at interpreter exit,
+and all of torch's, are leaked on purpose.
 
 `FailureDetector.failure` is set once, under its lock; the first cause wins. No lock is held
 across a store request.
@@ -37,6 +37,7 @@ from ._flight_recorder import Call, FlightRecorder
 from ._peers import Roster
 from ._status_store import Failure, FailureKind, StatusStore
 from ._timing import default_timing
+from ._torch_integration import engines_owned_by_torch
 
 if TYPE_CHECKING:
     from ._work import Work
@@ -130,8 +131,7 @@ class FailureDetector:
             return None
         pending.next_query = now + self.timing.query_interval
         status.request_reports()
-        known = self.learn_failure()
-        if known is not None:
+        if (known := self.learn_failure()) is not None:
             return known
         dead = self.dead_ranks()  # before the shutdowns: a rank writes its own before it exits
         shut_down = status.shut_down()
@@ -409,8 +409,7 @@ class FailureDetector:
 
     def _engine_mismatch(self, call: Call, error: EngineMismatch) -> Failure:
         """Name both sides of a mismatch that the engine found; the peer reports its own."""
-        known = self.learn_failure()
-        if known is not None:
+        if (known := self.learn_failure()) is not None:
             return known
         other = error.ranks[0] if error.ranks[1] == self.rank else error.ranks[1]
         report = self.gather_reports().get(other) or RankReport(other, "silent")
@@ -465,8 +464,7 @@ def keep_engine_alive(detector: FailureDetector, engine: Engine) -> None:
 
 
 def _stop_engine_thread(engine: weakref.ref[Engine]) -> None:
-    alive = engine()
-    if alive is not None:
+    if (alive := engine()) is not None:
         alive.stop_thread()
 
 
@@ -499,10 +497,11 @@ def _leak_engines() -> None:
     # would then crash the process.
     if native.engine is not None:
         native.engine.park_dying_threads()
+    # torch's engines join their threads when destroyed; a thread may be parked or wait for a lock.
+    leaked = engines_owned_by_torch()
     with _engines_lock:
         for detector, engines in [*_engines_of_open_groups.items(), *_engines_of_closed_groups]:
             is_busy = detector.is_busy()
-            for engine in engines:
-                # A blocked thread of torch's engine may hold a lock that its destructor waits for.
-                if is_busy or not hasattr(engine, "started_works"):
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+            leaked += [each for each in engines if is_busy or not hasattr(each, "started_works")]
+    for engine in leaked:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _numbers_lock = threading.Lock()
 _numbers: dict[str, set[int]] = {}
 """By requested name: the suffixes that groups of this process use."""
+_engine_owners: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+"""Groups whose C++ object has the engine, which torch cannot take from it when they close."""
 
 
 def register_group(group: ProcessGroup, engine: Engine) -> c10d.GroupName:
@@ -42,12 +45,17 @@ def register_group(group: ProcessGroup, engine: Engine) -> c10d.GroupName:
         group._set_default_backend(kind)
         for device in sorted(group.devices):
             group._register_backend(torch.device(device), kind, engine)
+        _engine_owners.add(group)
     return add_to_torch_tables(group)
+
+
+def engines_owned_by_torch() -> list[Engine]:
+    return [group._get_backend(torch.device(min(group.devices))) for group in _engine_owners]
 
 
 def add_to_torch_tables(group: ProcessGroup) -> c10d.GroupName:
     """Add a group to torch's tables; returns its name there."""
-    requested = _requested_name(group)
+    requested = group._given_name or group.label
     with _numbers_lock:
         # The ranks agreed on the first suffix; where they are threads, it is free only for one.
         for number in count(group._name_suffix):
@@ -83,15 +91,11 @@ def _numbered(requested: str, number: int) -> c10d.GroupName:
     return c10d.GroupName(f"{requested}~{number}" if number else requested)
 
 
-def _requested_name(group: ProcessGroup) -> str:
-    return group._given_name or group.label
-
-
 def unregister_group(group: ProcessGroup) -> None:
     if group not in c10d._world.pg_names:
         return
     c10d_ext._unregister_process_group(c10d.GroupName(group.group_name))
-    requested = _requested_name(group)
+    requested = group._given_name or group.label
     with _numbers_lock:
         used = _numbers.pop(requested, set())
         used = {number for number in used if _numbered(requested, number) != group.group_name}
@@ -113,8 +117,6 @@ def to_local(dtensor: Any) -> Tensor:
 
 def from_local(part: Tensor, like: Any) -> Tensor:
     """Return the DTensor with this local tensor and the placements and shape of another."""
-    layout = {"shape": like.shape, "stride": like.stride()}
-    whole = type(like).from_local(
-        part, like.device_mesh, like.placements, run_check=False, **layout
-    )
+    layout = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    whole = type(like).from_local(part, like.device_mesh, like.placements, **layout)
     return cast("Tensor", whole)

@@ -78,7 +78,7 @@ def check_reduction(operation: str, op: object, dtype: torch.dtype) -> None:
         problem = f"needs an integer or bool tensor, got {dtype_name(dtype)}"
     elif op in _ORDERED and dtype.is_complex:
         problem = f"is not defined for {dtype_name(dtype)}"
-    elif op == ReduceOp.AVG and dtype is torch.bool:
+    elif op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and dtype is torch.bool:
         problem = "needs a tensor of numbers, got bool"
     if problem:
         raise InvalidArgument(f"{operation}: ReduceOp.{str(op).rpartition('.')[2]} {problem}")

@@ -18,7 +18,7 @@ from phalanx.launch._doctor import (
 )
 from phalanx.launch._error_reports import ErrorReportFilter
 from phalanx.launch._job import torchrun_command, torchrun_options
-from phalanx.launch._outcome import describe
+from phalanx.launch._outcome import RankExit, describe
 from phalanx.launch._output import MAX_LINE_BYTES, LineSplitter, OutputPump, OutputSource, Screen
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Manifest",
     "OutputPump",
     "OutputSource",
+    "RankExit",
     "Report",
     "Screen",
     "_checkpoint_commands",

@@ -14,6 +14,7 @@ A failure is not pickled: a rank prints its traceback, and `RanksFailed` has the
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import io
 import json
@@ -23,10 +24,12 @@ import os
 import pickle
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 from .._formatting import format_ranks
@@ -320,8 +323,6 @@ class _Request:
 
 def main() -> None:
     """Run as a rank; the last arguments are the descriptors of the request and the result."""
-    import faulthandler
-
     sys.excepthook = _print_error
     faulthandler.enable()
     faulthandler.register(_STACK_SIGNAL, chain=True)  # the signal then ends the process
@@ -329,24 +330,18 @@ def main() -> None:
     request, result = (int(each) for each in sys.argv[-2:])
     for fd in (request, result):
         os.set_inheritable(fd, False)
-    try:
-        call = _load_request(rank, request)
-        value = call.fn(*call.args, **call.kwargs)
-        _write_result(rank, result, value, call.classes)
-    except SystemExit:
-        raise
-    except BaseException as error:  # noqa: BLE001 - as at the top of a script
-        # Not re-raised, so that the report begins with the frames of fn.
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+    call = _load_request(rank, request)
+    value = call.fn(*call.args, **call.kwargs)
+    _write_result(rank, result, value, call.classes)
 
 
-def _print_error(_: type[BaseException], error: BaseException, __: object) -> None:
-    """Print a traceback; Python's own hook does so without the lines that were typed in."""
-    import traceback
+def _print_error(_: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    """Print the traceback of an error that ends a rank, without the frames that called fn.
 
-    traceback.print_exception(error)
+    Python's own hook would not find the lines that were typed in.
+    """
+    inner = tb and tb.tb_next and tb.tb_next.tb_next  # within _PROGRAM, within main
+    traceback.print_exception(error.with_traceback(inner))
 
 
 def _load_request(rank: int, fd: int) -> _Request:

@@ -19,7 +19,7 @@ import phalanx
 from phalanx.errors import InvalidArgument, InvalidType, RanksFailed, RanksTimeout
 
 from .conftest import DEADLINE, clean_env, eventually, is_alive, read_pid, unlabelled
-from .internals import RankExit, describe
+from .internals import RankExit, _CallerStream, describe
 
 
 def interactive(source, name="<cell 1>"):
@@ -58,6 +58,19 @@ def test_results_are_in_order_of_rank_and_output_goes_to_the_callers_streams(tmp
         assert unlabelled(out.getvalue(), rank) == ["found beside the caller!"]
         assert unlabelled(err.getvalue(), rank) == ["ünïcode"]
         assert not is_alive(pid)
+
+
+def test_output_is_written_as_the_callers_stream_can_show_it():
+    """`sys.stdout` may be None or closed, or have another encoding."""
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed):
+        assert not _CallerStream(stream).isatty()
+        assert _CallerStream(stream).write(b"lost") == 4
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    _CallerStream(ascii_only).write("ü\n".encode())
+    assert ascii_only.buffer.getvalue() == b"\\xfc\n"
+    ascii_only.close()
 
 
 def test_the_first_failure_is_raised_with_rank_and_traceback(tmp_path, capsys):

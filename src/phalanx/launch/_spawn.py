@@ -254,7 +254,7 @@ class _CallerStream(io.RawIOBase):
     """A binary stream that writes to a text stream: a notebook has no other way to its cells."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
+        self._stream = None if getattr(stream, "closed", False) else stream
 
     def isatty(self) -> bool:
         return self._stream is not None and self._stream.isatty()

@@ -36,6 +36,14 @@ def test_the_documented_custom_backend_works(ranks):
     ranks.run(use_the_documented_backend, 2, args=(source,))
 
 
+@pytest.mark.slow
+def test_the_documented_spawn_returns_the_documented_results():
+    source = code("docs/groups.md", containing="phalanx.spawn(")
+    cell = {"__name__": "__main__"}
+    exec(source, cell)  # noqa: S102 - our own document
+    assert source.rstrip().endswith(f"# {cell['results']}")
+
+
 WITH_PROGRAMS = {"checkpoint_async", "checkpoints", "uneven"} | {
     f"ddp_{name}" for name in ("features", "hooks", "optimizers")
 }

@@ -16,6 +16,7 @@ PROMISED = {
         "__version__",
         "errors",
         "gather_uneven",
+        "spawn",
         "uneven",
     },
     "phalanx.checkpoint": {
@@ -94,6 +95,7 @@ PROMISED = {
         "RankMismatch",
         "RankReport",
         "RanksFailed",
+        "RanksTimeout",
         "RendezvousError",
         "RendezvousTimeout",
         "SaveFailed",

@@ -25,15 +25,25 @@ from . import errors
 if TYPE_CHECKING:
     from .ddp import DDP, DistributedDataParallel
     from .join import gather_uneven, uneven
+    from .launch._spawn import spawn
 
     __version__: str
 
-__all__ = ["DDP", "DistributedDataParallel", "__version__", "errors", "gather_uneven", "uneven"]
+__all__ = [
+    "DDP",
+    "DistributedDataParallel",
+    "__version__",
+    "errors",
+    "gather_uneven",
+    "spawn",
+    "uneven",
+]
 
 _MODULES = {
     "DDP": "ddp",
     "DistributedDataParallel": "ddp",
     "gather_uneven": "join",
+    "spawn": "launch._spawn",
     "uneven": "join",
 }
 _BACKEND = "shm"

@@ -36,6 +36,7 @@
     ├── HookError (RuntimeError)             a communication hook failed
     ├── UnevenInputs (RuntimeError)          ranks ran out of data at different steps
     ├── RanksFailed (RuntimeError)           ranks started by a launcher or a pool failed
+    │   └── RanksTimeout (TimeoutError)      they did not finish in time; has their stacks
     └── InternalError (RuntimeError)         a bug in phalanx; please report it
 
 (1) A rank whose caller made the mistake raises that `MisuseError` or `UnsupportedState` itself.
@@ -311,6 +312,10 @@ class UnevenInputs(PhalanxError, RuntimeError):
 
 class RanksFailed(PhalanxError, RuntimeError):
     """Ranks that a launcher or a pool started have failed."""
+
+
+class RanksTimeout(RanksFailed, TimeoutError):
+    """Ranks did not finish in time."""
 
 
 class InternalError(PhalanxError, RuntimeError):

@@ -18,8 +18,9 @@ from phalanx.launch._doctor import (
 )
 from phalanx.launch._error_reports import ErrorReportFilter
 from phalanx.launch._job import torchrun_command, torchrun_options
-from phalanx.launch._outcome import describe
+from phalanx.launch._outcome import RankExit, describe
 from phalanx.launch._output import MAX_LINE_BYTES, LineSplitter, OutputPump, OutputSource, Screen
+from phalanx.launch._spawn import _CallerStream
 
 __all__ = [
     "CHECKS",
@@ -31,8 +32,10 @@ __all__ = [
     "Manifest",
     "OutputPump",
     "OutputSource",
+    "RankExit",
     "Report",
     "Screen",
+    "_CallerStream",
     "_checkpoint_commands",
     "_doctor",
     "_error_reports",

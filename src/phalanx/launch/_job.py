@@ -39,12 +39,26 @@ class Job:
     prefix: bool
     full_tracebacks: bool
     environ: Mapping[str, str]
+    timeout: float | None = None
+    """Seconds until all ranks must have exited."""
+    stack_signal: int | None = None
+    """A signal on which ranks print their stacks and end; sent when the time is over."""
+    descriptors: Sequence[Sequence[int]] = ()
+    """What each rank inherits; the numbers are the last arguments of its command."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
         for name in ("max_restarts", "grace", "linger"):
             if getattr(self, name) < 0:
                 raise InvalidArgument(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise InvalidArgument(f"timeout must be positive or None, got {self.timeout}")
+
+    def rank_descriptors(self, rank: int) -> Sequence[int]:
+        return self.descriptors[rank] if self.descriptors else ()
+
+    def rank_command(self, rank: int) -> tuple[str, ...]:
+        return (*self.command, *map(str, self.rank_descriptors(rank)))
 
     def rank_env(self, rank: int, *, attempt: int, port: int) -> dict[str, str]:
         """Return the environment of one rank: what `torchrun` sets on one machine."""

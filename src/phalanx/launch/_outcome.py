@@ -13,6 +13,7 @@ from .._formatting import format_ranks, mask_rank
 from .._signals import PREEMPTED_EXIT_CODE, PREEMPTED_MESSAGE, describe_exit, signal_name
 
 _MAX_CONSEQUENCES = 8
+_TIMEOUT_EXIT_CODE = 124  # as that of timeout(1)
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "often the kernel running out of memory: see dmesg",
     signal.SIGBUS: "often a full /dev/shm: see phalanx doctor",
@@ -77,6 +78,8 @@ class Outcome:
     """How each rank ended in the last attempt, in order of time."""
     signal: int | None = None
     """The signal that asked the launcher to stop."""
+    timeout: float | None = None
+    """The seconds that the ranks had, if they took longer."""
     attempts: int = 1
     """How often the ranks were started."""
 
@@ -100,13 +103,16 @@ class Outcome:
     def exit_code(self) -> int:
         """The exit code for the shell: the first failure's, or 128 + number for a signal.
 
-        `PreemptionGuard.EXIT_CODE` if all ranks were preempted and saved a checkpoint.
+        124 if the ranks took too long, `PreemptionGuard.EXIT_CODE` if all of them were preempted
+        and saved a checkpoint.
         """
         if self.preempted:
             return PREEMPTED_EXIT_CODE
         if self.first_failure is not None:
             code = self.first_failure.code
             return code if code >= 0 else 128 - code
+        if self.timeout is not None:
+            return _TIMEOUT_EXIT_CODE
         # Ranks that handled the signal and exited with 0 make a successful run.
         if self.signal is not None and any(each.code for each in self.exits):
             return 128 + self.signal
@@ -120,6 +126,8 @@ def describe(outcome: Outcome) -> str:
         output = [line for each in outcome.exits for line in each.final_output]
         messages = [line for line in output if line.startswith(PREEMPTED_MESSAGE)]
         return messages[0] if messages else PREEMPTED_MESSAGE
+    if first is None and outcome.timeout is not None:
+        return _describe_timeout(outcome)
     if first is None:
         return (
             f"stopped by {signal_name(outcome.signal)}" if outcome.signal else "all ranks succeeded"
@@ -150,6 +158,16 @@ def describe_code(code: int) -> str:
     """Describe an exit code: ``exit code 3``, or a signal with a hint."""
     hint = _HINTS.get(-code)
     return f"{describe_exit(code)} ({hint})" if hint else describe_exit(code)
+
+
+def _describe_timeout(outcome: Outcome) -> str:
+    late = [each for each in outcome.exits if each.was_terminated]
+    lines = [f"timed out after {outcome.timeout:g} s"]
+    lines += [f"{_format_names(late)} did not finish"] if late else []
+    for each in sorted(late, key=lambda each: each.rank or 0)[:_MAX_CONSEQUENCES]:
+        if each.final_output:
+            lines += [f"{each.name}:", *(f"    {line}" for line in each.final_output)]
+    return "\n".join(lines)
 
 
 def _describe_consequence(exits: Sequence[RankExit], first: RankExit) -> str:

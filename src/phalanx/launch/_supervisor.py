@@ -8,6 +8,7 @@ under a deadline if there is one:
 - a signal arrives: it is forwarded to the ranks, which get `grace` seconds; a second signal kills
   them, unless it is a duplicate of the first;
 - a rank exits after a preemption request: the others get `grace` seconds to do the same;
+- the job's timeout passes: the ranks print their stacks and are stopped;
 - stopping: SIGTERM to each rank, then to the processes it left behind, SIGKILL after `grace`
   seconds.
 
@@ -54,6 +55,8 @@ class SupervisorTiming:
     """Interval of looking for orphans: the kernel reports the exit of own children only."""
     kill_timeout: float = 5.0
     """A process that survives SIGKILL for this long is blocked in the kernel and abandoned."""
+    stack_timeout: float = 2.0
+    """Ranks that have not printed their stacks after this time are stopped without."""
     drain_timeout: float = 5.0
     """Output that the terminal has not accepted after this time is dropped."""
 
@@ -191,7 +194,8 @@ class _Attempt:
         self._seen_errors: dict[tuple[str, ...], int] = {}
         self._exits: list[RankExit] = []
         self._began = time.monotonic()
-        self._deadline: float | None = None
+        self._deadline = None if job.timeout is None else self._began + job.timeout
+        self._timed_out = False
         self._signal: _SignalReceived | None = None
         self._stop_requested_at: float | None = None
         """When the ranks were first asked to stop; later exits are not failures."""
@@ -202,6 +206,7 @@ class _Attempt:
             self._start_all()
             self._pump.start()
             self._wait_until(self._ranks_exited)
+            self._check_timeout()
         finally:
             self._stop()
             self._pump.finish(timeout=self._timing.drain_timeout)
@@ -211,7 +216,8 @@ class _Attempt:
             for each in sorted(self._exits, key=lambda each: each.at)
         ]
         number = None if self._signal is None else self._signal.number
-        return Outcome(exits=exits, signal=number, attempts=self._number + 1)
+        timeout = self._job.timeout if self._timed_out else None
+        return Outcome(exits=exits, signal=number, timeout=timeout, attempts=self._number + 1)
 
     def _start_all(self) -> None:
         try:
@@ -225,7 +231,9 @@ class _Attempt:
                 env = self._job.rank_env(rank, attempt=self._number, port=port)
                 # Rank 0 keeps the terminal, so that a debugger works there.
                 stdin = None if rank == 0 else subprocess.DEVNULL
-                self._start(rank, self._job.command, env=env, stdin=stdin)
+                fds = self._job.rank_descriptors(rank)
+                arguments = self._job.rank_command(rank)
+                self._start(rank, arguments, env=env, stdin=stdin, pass_fds=fds)
         except OSError as error:
             started = f"{len(self._children[1:])} of {self._job.world_size} started"
             raise RanksFailed(f"could not start all ranks ({started}): {error}") from error
@@ -334,6 +342,23 @@ class _Attempt:
         self._pump.write_message(
             f"{signal_name(event.number)}: forwarded to the ranks; a second one kills them"
         )
+
+    def _check_timeout(self) -> None:
+        """If the job's own deadline has passed, and not one that replaced it, ask for stacks."""
+        is_stopping = self._signal is not None or any(
+            each.failed or each.preempted for each in self._exits
+        )
+        if self._ranks_exited() or is_stopping:
+            return
+        self._timed_out = True
+        self._pump.write_message(f"timed out after {self._job.timeout:g} s; stopping the ranks")
+        if self._job.stack_signal is not None:
+            # Alone: the kernel would let a fatal signal end a rank before the handler of this one.
+            self._stop_requested_at = time.monotonic()
+            self._deadline = self._stop_requested_at + self._timing.stack_timeout
+            self._send_to_ranks(self._job.stack_signal)
+            self._wait_until(self._ranks_exited)
+            self._deadline = time.monotonic() + self._job.grace
 
     def _stop(self) -> None:
         """Stop what still runs: ranks first, so that they can stop what they started."""

@@ -262,7 +262,13 @@ NAMES = """
     assert of_torch.get_model_state_dict(model).keys() == {"weight", "bias"}
     copy = pickle.loads(pickle.dumps(model))
     assert type(copy) is DDP
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(3, 2)).sum().backward()
+    assert model.module.bias.grad.item() == 3
     dist.destroy_process_group()
+
+    dist.init_device_mesh("cpu", (1,))  # which creates the default group, in a module of torch
+    assert dist.group.WORLD.backend == "shm"
 """
 
 

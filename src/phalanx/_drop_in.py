@@ -209,17 +209,16 @@ def _importer() -> str:
 
 
 def _rebind(c10d: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Wrap a function of torch in every module that has it by name."""
+    """Wrap a function of torch in every module of torch that has imported it."""
     original = getattr(c10d, name)
 
     @wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        if names.get(name) is original:
-            names[name] = replaced
+    for module in [each for key, each in sys.modules.items() if key.partition(".")[0] == "torch"]:
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, replaced)
 
 
 def _require_cpu() -> None:

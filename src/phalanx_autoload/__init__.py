@@ -20,7 +20,7 @@ def load() -> None:
         registry = sys.modules.get(REGISTRY_MODULE)
         if registry is not None:  # torch was built with torch.distributed
             register(registry)
-        if os.environ.get(SWITCH, "").strip() not in ("", "0"):
+        if _is_drop_in():
             from phalanx._drop_in import install
 
             install()
@@ -43,8 +43,11 @@ def _make_group(request: object, options: object) -> object:
     return make_for_torch(BACKEND, request, options)
 
 
+def _is_drop_in() -> bool:
+    return os.environ.get(SWITCH, "").strip() not in ("", "0")
+
+
 def _report(error: BaseException) -> None:
-    wanted = os.environ.get(SWITCH, "").strip() not in ("", "0")
-    if wanted and os.environ.get("RANK", "0") == "0" and sys.stderr is not None:
+    if _is_drop_in() and os.environ.get("RANK") == "0" and sys.stderr is not None:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         print(f"phalanx drop-in: nothing replaced ({reason})", file=sys.stderr, flush=True)

@@ -284,7 +284,7 @@ def run_checks(show: Callable[[Finding], None], *, deadline: float = SELF_TEST_T
     return Report([*findings, result], measurements)
 
 
-def check_drop_in(script: Path, show: Callable[[Finding], None]) -> Report:
+def run_drop_in_checks(script: Path, show: Callable[[Finding], None]) -> Report:
     """Tell what drop-in would replace in a script; show each finding at once."""
     uses = analyze_script(script)
     findings = [run_check(check) for check in DROP_IN_CHECKS]

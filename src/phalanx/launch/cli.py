@@ -208,7 +208,7 @@ def doctor(*, as_json: bool, script: str | None) -> None:
 
     The exit code is 1 if a check fails; its line says what to do.
     """
-    from ._doctor import Finding, check_drop_in, format_finding, format_summary, run_checks
+    from ._doctor import Finding, run_drop_in_checks, format_finding, format_summary, run_checks
 
     def show(finding: Finding) -> None:
         if not as_json:
@@ -218,7 +218,7 @@ def doctor(*, as_json: bool, script: str | None) -> None:
         report = run_checks(show)
     else:
         with _errors_as_usage():
-            report = check_drop_in(Path(script), show)
+            report = run_drop_in_checks(Path(script), show)
     click.echo(report.to_json() if as_json else format_summary(report))
     click.get_current_context().exit(0 if report.ok else 1)
 

@@ -280,3 +280,31 @@ def test_every_name_of_ddp_is_ours_and_the_backend_reads_as_asked_for():
         "phalanx drop-in: backend (omitted) -> auto (shm); DistributedDataParallel -> phalanx.DDP"
     )
     assert [each for each in done.stderr.splitlines() if "phalanx" in each] == [line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("accelerator", "backend", "reason", "ddp"),
+    [
+        ("cuda", "gloo", "this machine has an accelerator: cuda", "kept (this machine has"),
+        (None, "fake", "backend 'fake' is not gloo, mpi or omitted", "-> phalanx.DDP"),
+    ],
+)
+def test_what_cannot_be_replaced_runs_as_before_and_says_why(accelerator, backend, reason, ddp):
+    done = python(
+        f"""
+        import phalanx.env
+        phalanx.env.find_accelerator = lambda: {accelerator!r}
+        import torch.distributed as dist
+        import torch.testing._internal.distributed.fake_pg
+        dist.init_process_group({backend!r}, rank=0, world_size=1, store=dist.HashStore())
+        dist.destroy_process_group()
+        dist.init_process_group({backend!r}, rank=0, world_size=1, store=dist.HashStore())
+        print(dist.get_backend(), type(dist.group.WORLD).__module__.partition(".")[0])
+        """,
+        env={"PHALANX_DROP_IN": "1"},
+    )
+    assert (done.returncode, done.stdout) == (0, f"{backend} torch\n"), done.stderr
+    (line,) = [each for each in done.stderr.splitlines() if "drop-in" in each]
+    assert line.startswith(f"phalanx drop-in: backend {backend} kept ({reason}); ")
+    assert f"DistributedDataParallel {ddp}" in line

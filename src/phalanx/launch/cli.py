@@ -208,7 +208,7 @@ def doctor(*, as_json: bool, script: str | None) -> None:
 
     The exit code is 1 if a check fails; its line says what to do.
     """
-    from ._doctor import Finding, run_drop_in_checks, format_finding, format_summary, run_checks
+    from ._doctor import Finding, format_finding, format_summary, run_checks, run_drop_in_checks
 
     def show(finding: Finding) -> None:
         if not as_json:

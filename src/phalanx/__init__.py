@@ -10,8 +10,9 @@ The layers, from the top; each imports only from the layers below it::
     native             shared-memory engine in C++, if it was built
     errors, env        exceptions; the environment of a rank
 
-Importing this package registers the backend ``shm`` with ``torch.distributed``, now or as soon as
-torch is imported. It does not import torch, because the launcher imports it too.
+``import torch`` registers the backend ``shm`` with ``torch.distributed`` (see `phalanx_autoload`).
+Where torch's autoload is off, importing this package does, now or as soon as torch is imported. It
+does not import torch, because the launcher imports it too.
 """
 
 import sys
@@ -19,6 +20,8 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import phalanx_autoload
 
 from . import errors
 
@@ -46,8 +49,7 @@ _MODULES = {
     "spawn": "launch._spawn",
     "uneven": "join",
 }
-_BACKEND = "shm"
-_REGISTRY_MODULE = "torch.distributed.distributed_c10d"
+_REGISTRY_MODULE = phalanx_autoload.REGISTRY_MODULE
 
 
 def __getattr__(name: str) -> Any:
@@ -99,27 +101,16 @@ class _RegistryLoader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _register_backend(module)
+        phalanx_autoload.register(module)
         sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _RegistryFinder)]
 
 
 def _register_with_torch() -> None:
     if _REGISTRY_MODULE in sys.modules:
         # import_module waits if another thread is importing it.
-        _register_backend(import_module(_REGISTRY_MODULE))
+        phalanx_autoload.register(import_module(_REGISTRY_MODULE))
     elif not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegistryFinder())
-
-
-def _register_backend(registry: Any) -> None:
-    if _BACKEND not in registry.Backend.backend_list:  # do not replace another backend
-        registry.Backend.register_backend(_BACKEND, _make_group, extended_api=True, devices=["cpu"])
-
-
-def _make_group(request: Any, options: Any) -> Any:
-    from .groups._factory import make_for_torch
-
-    return make_for_torch(_BACKEND, request, options)
 
 
 _register_with_torch()

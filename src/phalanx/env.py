@@ -1,4 +1,4 @@
-"""The environment of a rank: variables of the launcher, and usable cores. Imports no torch.
+"""The environment of a rank: variables of the launcher, cores, accelerators. Imports no torch.
 
 ``phalanx run``, ``torchrun`` and batch systems describe each rank in environment variables. Only
 this module reads them.
@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from phalanx.errors import InvalidArgument
 
 __all__ = [
     "RankEnv",
+    "find_accelerator",
+    "is_drop_in",
     "is_launched",
     "job_id",
     "launched_rank",
@@ -33,6 +38,19 @@ _OTHER_WORLD_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_N
 _JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _PMIX_RANK_VARIABLE = "PMIX_RANK"
 """Set by all PMIx launchers; some of them do not set the world size."""
+_DROP_IN_VARIABLE = "PHALANX_DROP_IN"
+_DEVICE_FILES = {
+    "cuda": ("nvidiactl", "nvidia[0-9]*", "dxg", "nvmap"),  # also under WSL and on Jetson
+    "hip": ("kfd",),
+    "xpu": ("dri/renderD*",),
+}
+"""By the name in torch's version file: what a machine with such a device has in /dev."""
+_VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "hip": "HIP_VISIBLE_DEVICES"}
+_ACCELERATOR_PACKAGES = (
+    "habana_frameworks", "torch_mlu", "torch_musa", "torch_neuronx", "torch_npu", "torch_sdaa",
+    "torch_xla",
+)  # fmt: skip
+"""Packages that bring a device to torch; nobody installs one without having the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +112,28 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(sizes - {"1"}) or rank not in ("", "0") or (rank == "0" and not sizes)
 
 
+def is_drop_in(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether ``PHALANX_DROP_IN`` is on; raise `InvalidArgument` unless it is 0 or 1."""
+    return bool(_number(environ, _DROP_IN_VARIABLE, maximum=1))
+
+
+def find_accelerator(
+    environ: Mapping[str, str] = os.environ, *, dev: Path = Path("/dev")
+) -> str | None:
+    """Return the kind of accelerator that torch would use on this machine; None if it has none.
+
+    Looks for what torch was built for and for device files, and never starts a driver: a script
+    may still choose its devices.
+    """
+    if sys.platform == "darwin":
+        return "mps"
+    for kind in _torch_build():
+        hidden = environ.get(_VISIBLE_DEVICES.get(kind, ""), "0").strip() in ("", "-1")
+        if not hidden and any(any(dev.glob(pattern)) for pattern in _DEVICE_FILES[kind]):
+            return kind
+    return next((name for name in _ACCELERATOR_PACKAGES if find_spec(name) is not None), None)
+
+
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks on this machine; None if the launcher does not set it."""
     return _number(environ, "LOCAL_WORLD_SIZE", minimum=1)
@@ -138,6 +178,18 @@ def _number(
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip()
+
+
+@lru_cache
+def _torch_build() -> list[str]:
+    """Return which kinds of accelerator the installed torch was built for."""
+    spec = find_spec("torch")
+    text = ""
+    if spec is not None and spec.origin is not None:
+        with suppress(OSError):
+            text = (Path(spec.origin).parent / "version.py").read_text()
+    built = re.findall(r"^(\w+)\s*(?::.*?)?=\s*['\"]", text, flags=re.MULTILINE)
+    return [kind for kind in _DEVICE_FILES if kind in built]
 
 
 @lru_cache  # reading them takes longer than forming a group

@@ -17,9 +17,10 @@ from phalanx.launch._doctor import (
     self_test,
 )
 from phalanx.launch._error_reports import ErrorReportFilter
-from phalanx.launch._job import torchrun_command, torchrun_options
+from phalanx.launch._job import default_env, drop_in_env, torchrun_command, torchrun_options
 from phalanx.launch._outcome import RankExit, describe
 from phalanx.launch._output import MAX_LINE_BYTES, LineSplitter, OutputPump, OutputSource, Screen
+from phalanx.launch._script_analysis import analyze_script
 from phalanx.launch._spawn import _CallerStream
 
 __all__ = [
@@ -41,7 +42,10 @@ __all__ = [
     "_error_reports",
     "_quotas",
     "_store",
+    "analyze_script",
+    "default_env",
     "describe",
+    "drop_in_env",
     "format_age",
     "format_finding",
     "format_size",

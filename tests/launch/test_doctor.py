@@ -74,8 +74,9 @@ def test_each_finding_is_shown_before_the_next_check_runs(monkeypatch):
 
 def test_every_check_is_run_and_its_label_fits_the_column():
     defined = {name for name in vars(_doctor) if name.startswith("check_")}
-    assert {check.__name__ for check in CHECKS} == defined
-    assert max(len(run_check(check).label) for check in CHECKS) <= _doctor._LABEL_WIDTH
+    checks = [*CHECKS, *_doctor.DROP_IN_CHECKS]
+    assert {check.__name__ for check in checks} == defined
+    assert max(len(run_check(check).label) for check in checks) <= _doctor._LABEL_WIDTH
 
 
 def test_json_has_findings_and_measurements():

@@ -3,8 +3,17 @@ import subprocess
 import sys
 
 import pytest
+from torch import version as torch_version
 
-from phalanx.env import RankEnv, job_id, launched_rank, local_ranks, read_rank_env, usable_cores
+from phalanx.env import (
+    RankEnv,
+    find_accelerator,
+    job_id,
+    launched_rank,
+    local_ranks,
+    read_rank_env,
+    usable_cores,
+)
 from phalanx.errors import InvalidArgument
 
 from .internals import _quotas
@@ -116,3 +125,37 @@ def test_an_unlimited_or_invalid_quota_is_ignored(tmp_path, text):
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text(text)
     (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
     assert list(_quotas(tmp_path, tmp_path / "missing")) == []
+
+
+@pytest.mark.parametrize(
+    ("build", "device", "environ", "expected"),
+    [
+        (["cuda"], "nvidiactl", {}, "cuda"),
+        (["cuda"], "nvidia0", {"CUDA_VISIBLE_DEVICES": "0,1"}, "cuda"),
+        (["cuda"], "nvidia0", {"CUDA_VISIBLE_DEVICES": ""}, None),
+        (["cuda"], "nvidia0", {"CUDA_VISIBLE_DEVICES": "-1"}, None),
+        (["cuda"], "null", {}, None),
+        ([], "nvidia0", {}, None),
+        (["hip"], "kfd", {}, "hip"),
+        (["hip"], "kfd", {"HIP_VISIBLE_DEVICES": ""}, None),
+        (["xpu"], "dri/renderD128", {}, "xpu"),
+    ],
+)
+def test_an_accelerator_is_one_that_torch_was_built_for_and_the_machine_has(
+    tmp_path, monkeypatch, build, device, environ, expected
+):
+    monkeypatch.setattr("phalanx.env._torch_build", lambda: build)
+    (tmp_path / device).parent.mkdir(exist_ok=True)
+    (tmp_path / device).touch()
+    assert find_accelerator(environ, dev=tmp_path) == expected
+
+
+def test_the_build_of_torch_is_known_without_importing_it():
+    code = (
+        "import sys; from phalanx.env import _torch_build; "
+        "print(_torch_build(), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    version = torch_version.__dict__
+    built = [kind for kind in ("cuda", "hip", "xpu") if version[kind]]
+    assert done.stdout == f"{built} False\n"

@@ -46,7 +46,7 @@ def test_each_rank_gets_torchrun_compatible_variables(phalanx, script):
 @pytest.mark.parametrize("ranks", [1, 2, 50])
 def test_cores_are_divided_among_ranks(ranks):
     expected = str(max(1, usable_cores() // ranks))
-    assert phalanx.launch._job.thread_env(ranks) == {"OMP_NUM_THREADS": expected}
+    assert phalanx.launch._job.default_env(ranks)["OMP_NUM_THREADS"] == expected
 
 
 def test_a_user_set_omp_num_threads_is_kept(phalanx, script):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ..errors import RanksFailed
-from ._job import GRACE, LINGER, Job, RankCount, count_ranks, python_command
+from ._job import GRACE, LINGER, Job, RankCount, count_ranks, drop_in_env, python_command
 from ._outcome import Outcome, RankExit, describe
 from ._output import OutputSink, Screen
 from ._supervisor import supervise
@@ -31,6 +31,7 @@ def run(
     linger: float = LINGER,
     prefix: bool = True,
     full_tracebacks: bool = False,
+    drop_in: bool = False,
     env: Mapping[str, str] | None = None,
     stdout: OutputSink | None = None,
     stderr: OutputSink | None = None,
@@ -48,6 +49,7 @@ def run(
         linger: seconds that the other ranks have to report after one failed.
         prefix: whether to print the rank before each line.
         full_tracebacks: show tracebacks of phalanx errors with internal frames, and on each rank.
+        drop_in: replace Gloo and torch's DDP in the ranks, as ``PHALANX_DROP_IN=1`` does.
         env: environment of the ranks; by default that of this process.
         stdout: unbuffered binary stream instead of descriptor 1.
         stderr: unbuffered binary stream instead of descriptor 2.
@@ -64,7 +66,7 @@ def run(
         linger=linger,
         prefix=prefix,
         full_tracebacks=full_tracebacks,
-        environ=environ,
+        environ={**environ, **drop_in_env(environ, drop_in=drop_in)},
     )
     screen = Screen(stdout or _descriptor(1), stderr or _descriptor(2))
     outcome = supervise(job, screen=screen)

@@ -26,9 +26,11 @@ from typing import Any
 import click
 
 from .._formatting import format_size, format_table
-from ..env import usable_cores
+from ..env import find_accelerator, is_drop_in, usable_cores
 from . import run
+from ._job import AUTOLOAD_SWITCH, has_entry_point
 from ._outcome import describe
+from ._script_analysis import ScriptUse, analyze_script
 
 OLDEST_TORCH = (2, 13)
 SMALLEST_SHM = 64 << 20  # bytes
@@ -215,11 +217,36 @@ def check_engine() -> Finding:
     return Finding(True, "shm engine", native.why_missing, advice)
 
 
+def check_entry_point() -> Finding:
+    if not has_entry_point():
+        advice = "install phalanx again: torch does not find it"
+        return Finding(False, "entry point", "none in 'torch.backends'", advice)
+    switch = os.environ.get(AUTOLOAD_SWITCH, "1")
+    if switch != "1":
+        detail = f"off: {AUTOLOAD_SWITCH}={switch}"
+        return Finding(False, "entry point", detail, f"unset {AUTOLOAD_SWITCH}")
+    return Finding(True, "entry point", "found by torch")
+
+
+def check_accelerator() -> Finding:
+    found = find_accelerator()
+    if found is None:
+        return Finding(True, "accelerator", "none, so programs run on CPUs")
+    advice = "drop-in replaces nothing here; hide the devices to train on CPUs"
+    return Finding(True, "accelerator", found, advice)
+
+
+def check_switch() -> Finding:
+    is_on = is_drop_in()  # an invalid value raises, which is a finding too
+    return Finding(True, "switch", f"PHALANX_DROP_IN is {'on' if is_on else 'off in this shell'}")
+
+
 CHECKS: list[Check] = [
     check_phalanx, check_python, check_torch, check_gloo, check_nccl, check_cores, check_memory,
     check_shared_memory, check_loopback, check_loopback_name, check_hostname, check_compiler,
     check_engine,
 ]  # fmt: skip
+DROP_IN_CHECKS: list[Check] = [check_entry_point, check_accelerator, check_switch, check_engine]
 
 
 def _finding(ok: bool, label: str, detail: str, advice: str) -> Finding:
@@ -255,6 +282,31 @@ def run_checks(show: Callable[[Finding], None], *, deadline: float = SELF_TEST_T
     result, measurements = self_test(deadline=deadline)
     show(result)
     return Report([*findings, result], measurements)
+
+
+def run_drop_in_checks(script: Path, show: Callable[[Finding], None]) -> Report:
+    """Tell what drop-in would replace in a script; show each finding at once."""
+    uses = analyze_script(script)
+    findings = [run_check(check) for check in DROP_IN_CHECKS]
+    accelerator = find_accelerator()
+    findings += [_describe_use(use, accelerator) for use in uses]
+    detail = f"{script.name} was read, not run; the modules that it imports were not"
+    if not uses:
+        detail += "\nit has no call that drop-in replaces"
+    findings.append(Finding(True, "script", detail))
+    for finding in findings:
+        show(finding)
+    return Report(findings, [])
+
+
+def _describe_use(use: ScriptUse, accelerator: str | None) -> Finding:
+    reason = use.reason or (
+        f"this machine has an accelerator: {accelerator}" if accelerator else ""
+    )
+    if reason:
+        return Finding(True, f"line {use.line}", f"{use.text}: kept", reason)
+    outcome = f" -> {use.replaced_by}" if use.replaced_by else ": decided at run time"
+    return Finding(True, f"line {use.line}", f"{use.text}{outcome}")
 
 
 def self_test(*, deadline: float) -> tuple[Finding, list[dict[str, Any]]]:

@@ -16,13 +16,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from ..env import usable_cores
-from ..errors import InvalidArgument
+from ..env import find_accelerator, is_drop_in, usable_cores
+from ..errors import InvalidArgument, InvalidState
 
 GRACE = 30.0
 """Default seconds between SIGTERM and SIGKILL: enough for a step and a save, and what most
 schedulers grant."""
 LINGER = 2.0  # default seconds that the other ranks have to report after one failed
+
+AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's: whether it loads entry points
 
 RankCount = int | Literal["auto"]
 
@@ -83,7 +85,7 @@ class Job:
             "PYTHONUNBUFFERED": 1,
         }
         own = {name: str(value) for name, value in place.items()}
-        return {**thread_env(self.world_size), **self.environ, **own}
+        return {**default_env(self.world_size, self.environ), **self.environ, **own}
 
 
 def count_ranks(ranks: RankCount) -> int:
@@ -95,9 +97,41 @@ def count_ranks(ranks: RankCount) -> int:
     return ranks
 
 
-def thread_env(ranks: int) -> dict[str, str]:
-    """Return the default OMP_NUM_THREADS, which divides the cores between the ranks."""
-    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))}
+def default_env(ranks: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return variables that ranks get unless the user has set them.
+
+    OMP_NUM_THREADS divides the cores between the ranks. Without ACCELERATE_USE_CPU, Accelerate
+    trains an independent model on each rank of a machine without accelerators.
+    """
+    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))}
+    if find_accelerator(environ) is None:
+        defaults["ACCELERATE_USE_CPU"] = "true"
+    return defaults
+
+
+def drop_in_env(environ: Mapping[str, str] = os.environ, *, drop_in: bool) -> dict[str, str]:
+    """Return the switch of the drop-in for ranks; raise where it would have no effect."""
+    if not drop_in and not is_drop_in(environ):
+        return {}
+    if environ.get(AUTOLOAD_SWITCH, "1") != "1":
+        raise InvalidState(
+            f"drop-in has no effect with {AUTOLOAD_SWITCH}={environ[AUTOLOAD_SWITCH]}, which keeps "
+            "torch from loading phalanx. Unset it"
+        )
+    if not has_entry_point():
+        raise InvalidState(
+            "drop-in has no effect: this installation of phalanx has no entry point in "
+            "'torch.backends'. Install phalanx again"
+        )
+    return {"PHALANX_DROP_IN": "1"}
+
+
+def has_entry_point() -> bool:
+    """Return whether ``import torch`` will find phalanx."""
+    from importlib.metadata import entry_points
+
+    found = entry_points(group="torch.backends")
+    return any(each.value.partition(":")[0] == "phalanx_autoload" for each in found)
 
 
 def python_command(
@@ -167,7 +201,8 @@ def torchrun_command(
     return [python, "-m", "torch.distributed.run", *options, *target]
 
 
-def exec_torchrun(command: list[str], *, ranks: RankCount) -> NoReturn:
+def exec_torchrun(command: list[str], *, ranks: RankCount, drop_in: bool = False) -> NoReturn:
+    switch = drop_in_env(drop_in=drop_in)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], command, {**thread_env(count_ranks(ranks)), **os.environ})
+    os.execve(command[0], command, {**default_env(count_ranks(ranks)), **os.environ, **switch})

@@ -29,6 +29,7 @@ _EXAMPLES = """\b
 Examples:
   phalanx run -n 4 train.py --lr 0.1
   phalanx run -n auto -m package.train
+  phalanx run -n 4 --drop-in train.py
   phalanx run -n 4 --max-restarts 3 train.py
   phalanx run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py
 """
@@ -82,6 +83,11 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> RankCoun
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option(
+    "--drop-in",
+    is_flag=True,
+    help="Run a script for torch on phalanx: on CPUs, replace Gloo and torch's DDP in it.",
+)
+@click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
@@ -122,8 +128,11 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
     """Run SCRIPT on N ranks of this machine and supervise them.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on, as torchrun does, and divides the
-    cores between the ranks (OMP_NUM_THREADS, unless it is set). When a rank fails, shows its
-    traceback, stops the others, and exits with its exit code.
+    cores between the ranks (OMP_NUM_THREADS, unless it is set). On a machine without accelerators
+    also sets ACCELERATE_USE_CPU, which Accelerate needs to train one model on all ranks. When a
+    rank fails, shows its traceback, stops the others, and exits with its exit code.
+
+    --drop-in sets PHALANX_DROP_IN=1; see `phalanx doctor --drop-in SCRIPT`.
 
     Forwards SIGTERM, SIGINT and SIGHUP to the ranks, which have --grace seconds to save a
     checkpoint. If all of them exit through phalanx.checkpoint.PreemptionGuard, the exit code is
@@ -141,7 +150,7 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
             command = _job.torchrun_command(
                 script, args, torchrun_args=torchrun_args, grace=grace, **shared
             )
-            _job.exec_torchrun(command, ranks=options["ranks"])
+            _job.exec_torchrun(command, ranks=options["ranks"], drop_in=options["drop_in"])
         grace = GRACE if grace is None else grace
         outcome = run_ranks(script, args, grace=grace, check=False, **options)
     if outcome.preempted:
@@ -187,18 +196,29 @@ def _print_failure(report: str) -> None:
 
 @main.command(short_help="Check this machine and measure its backends.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(*, as_json: bool) -> None:
+@click.option(
+    "--drop-in",
+    "script",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="SCRIPT",
+    help="Tell what --drop-in would replace in SCRIPT instead. The script is read, not run.",
+)
+def doctor(*, as_json: bool, script: str | None) -> None:
     """Check this machine, run two ranks on it, and measure the backends.
 
     The exit code is 1 if a check fails; its line says what to do.
     """
-    from ._doctor import Finding, format_finding, format_summary, run_checks
+    from ._doctor import Finding, format_finding, format_summary, run_checks, run_drop_in_checks
 
     def show(finding: Finding) -> None:
         if not as_json:
             click.echo(format_finding(finding), color=_colour())
 
-    report = run_checks(show)
+    if script is None:
+        report = run_checks(show)
+    else:
+        with _errors_as_usage():
+            report = run_drop_in_checks(Path(script), show)
     click.echo(report.to_json() if as_json else format_summary(report))
     click.get_current_context().exit(0 if report.ok else 1)
 

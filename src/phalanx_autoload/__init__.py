@@ -1,0 +1,53 @@
+"""What ``import torch`` loads of phalanx, through the entry point group ``torch.backends``.
+
+torch calls `load` at the end of its own import, in every program, and turns any exception into a
+failed ``import torch``. So this module is outside the package, imports nothing, and lets no error
+out. It registers the backend ``shm``; the package is imported when a group is created, or at once
+if ``PHALANX_DROP_IN`` is set. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns it off.
+"""
+
+import os
+import sys
+
+BACKEND = "shm"
+REGISTRY_MODULE = "torch.distributed.distributed_c10d"
+SWITCH = "PHALANX_DROP_IN"
+
+
+def load() -> None:
+    """Register the backend, and install the drop-in if the environment asks for it."""
+    try:
+        registry = sys.modules.get(REGISTRY_MODULE)
+        if registry is not None:  # torch was built with torch.distributed
+            register(registry)
+        if _is_drop_in():
+            from phalanx._drop_in import install
+
+            install()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - must not break `import torch`
+        _report(error)
+
+
+def register(registry: object) -> None:
+    """Add the backend to torch's registry, unless it has one of that name."""
+    names = registry.Backend  # type: ignore[attr-defined]
+    if BACKEND not in names.backend_list:
+        names.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
+
+
+def _make_group(request: object, options: object) -> object:
+    from phalanx.groups._factory import make_for_torch
+
+    return make_for_torch(BACKEND, request, options)
+
+
+def _is_drop_in() -> bool:
+    return os.environ.get(SWITCH, "").strip() not in ("", "0")
+
+
+def _report(error: BaseException) -> None:
+    if _is_drop_in() and os.environ.get("RANK") == "0" and sys.stderr is not None:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"phalanx drop-in: nothing replaced ({reason})", file=sys.stderr, flush=True)

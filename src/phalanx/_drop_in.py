@@ -11,7 +11,7 @@ before any other module can import names of torch. Three names change:
 
 ``new_group(backend="gloo")`` is unchanged: it makes a Gloo group beside the default group.
 
-On a machine with an accelerator nothing is replaced. All ranks must decide alike, so the decision
+On a machine with an accelerator nothing is replaced. All ranks must make the same decision, so it
 depends only on the machine, the installation and the arguments. What was replaced, or why nothing
 was, is printed once, on rank 0.
 """

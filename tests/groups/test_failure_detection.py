@@ -153,7 +153,7 @@ def test_a_death_is_reported_at_once_while_another_rank_is_busy(ranks, backend):
     runs = [
         ranks.run(die_behind_a_busy_rank, 3, args=(backend,), expect_dead=[2]) for _ in range(3)
     ]
-    assert min(times[0] for times in runs) < 0.12
+    assert min(times[0] for times in runs) < 0.5  # gathering reports from all takes 0.75
 
 
 def stall(ctx, seconds):

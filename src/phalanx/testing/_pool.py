@@ -175,6 +175,9 @@ class PoolProcesses:
     def _fill(self, slots: Iterable[int]) -> bool:
         """Fork a process for each empty slot and return whether there was one."""
         self._catch_up()
+        for rank in self._ranks.values():
+            if rank.status is None and rank.connection.poll():  # at its end: an idle rank is silent
+                self._end(rank)
         for slot in [slot for slot, rank in self._ranks.items() if rank.status is not None]:
             self._ranks.pop(slot).close()
         empty = [slot for slot in slots if slot not in self._ranks]

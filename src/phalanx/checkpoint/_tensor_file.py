@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ class TensorShard:
     shape: tuple[int, ...]
     start: int
     stop: int
-    data: Tensor  # exactly these elements
+    data: Tensor | Callable[[], Tensor]  # exactly these elements, or what loads them
 
     @property
     def key(self) -> str:
@@ -138,7 +138,10 @@ def write_tensor_file(
     for i in order:
         fault_point("tensor")
         digest = xxhash.xxh3_128()
-        data = tensor_memory(resolve(shards[i].data).cpu().contiguous())
+        tensor = shards[i].data
+        tensor = tensor() if callable(tensor) else tensor
+        data = tensor_memory(resolve(tensor).cpu().contiguous())
+        del tensor
         assert len(data) == shards[i].stop - shards[i].start
         for chunk in chunks(data):
             digest.update(chunk)
@@ -146,6 +149,7 @@ def write_tensor_file(
             meter.wrote(len(chunk))
         begin, position = position, position + len(data)
         written[i] = WrittenShard(begin, position, digest.hexdigest())
+        del data  # before the next one is loaded
     in_order = [written[i] for i in range(len(shards))]
     return WrittenFile(position, len(header), checksum(header), in_order)
 

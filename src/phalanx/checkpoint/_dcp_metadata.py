@@ -171,12 +171,12 @@ def parse_metadata(data: bytes) -> DcpMetadata:
     _check_disjoint(stored.values())
     tensors, values = {}, {}
     for name, entry in _mapping(fields.get("state_dict_metadata"), "state_dict_metadata").items():
-        if type(entry) is _BytesStorage:
-            if (_text(name), None) not in stored:
-                raise MalformedManifest(f"{name!r:.80} is in no file")
+        if type(entry) is not _BytesStorage:
+            tensors[name] = _parse_tensor(_text(name), entry, stored)
+        elif (_text(name), None) in stored:
             values[name] = stored[name, None]
         else:
-            tensors[_text(name)] = _parse_tensor(name, entry, stored)
+            raise MalformedManifest(f"{name!r:.80} is in no file")
     planned = fields.get("planner_data")  # None if the save did not flatten the state
     paths = {} if planned is None else _mapping(planned, "planner_data")
     for name in {**tensors, **values}:

@@ -137,21 +137,24 @@ def write_tensor_file(
     written: dict[int, WrittenShard] = {}
     for i in order:
         fault_point("tensor")
-        digest = xxhash.xxh3_128()
-        tensor = shards[i].data
-        tensor = tensor() if callable(tensor) else tensor
-        data = tensor_memory(resolve(tensor).cpu().contiguous())
-        del tensor
-        assert len(data) == shards[i].stop - shards[i].start
-        for chunk in chunks(data):
-            digest.update(chunk)
-            sink.write(chunk)
-            meter.wrote(len(chunk))
-        begin, position = position, position + len(data)
-        written[i] = WrittenShard(begin, position, digest.hexdigest())
-        del data  # before the next one is loaded
+        digest = _write_shard(sink, shards[i], meter)
+        begin, position = position, position + shards[i].stop - shards[i].start
+        written[i] = WrittenShard(begin, position, digest)
     in_order = [written[i] for i in range(len(shards))]
     return WrittenFile(position, len(header), checksum(header), in_order)
+
+
+def _write_shard(sink: Sink, shard: TensorShard, meter: ProgressMeter) -> str:
+    """Write the bytes of a shard, which is loaded no longer than that; return their checksum."""
+    digest = xxhash.xxh3_128()
+    tensor = shard.data() if callable(shard.data) else shard.data
+    data = tensor_memory(resolve(tensor).cpu().contiguous())
+    assert len(data) == shard.stop - shard.start
+    for chunk in chunks(data):
+        digest.update(chunk)
+        sink.write(chunk)
+        meter.wrote(len(chunk))
+    return digest.hexdigest()
 
 
 def _header(shards: Sequence[TensorShard]) -> bytes:

@@ -161,6 +161,8 @@ class _Archive:
         view = io.BufferedReader(_View(source, at.begin, at.end), 1 << 16)
         try:
             self._records = self._read_directory(view)
+        except MalformedManifest:
+            raise
         except (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError) as error:
             raise MalformedManifest(f"it is not an archive of torch.save ({error})") from None
         self.value = self._load(view)
@@ -168,30 +170,34 @@ class _Archive:
     def _read_directory(self, view: IO[bytes]) -> dict[int, StoredBytes]:
         """Return the records with data by their position in the archive."""
         records: dict[int, StoredBytes] = {}
-        self.pickle_bytes, total = 0, 0
+        room = self._at.end - self._at.begin
+        self._pickle_bytes = 0
         with zipfile.ZipFile(view) as directory:
-            for info in directory.infolist():
-                if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-                    raise MalformedManifest(f"its record {info.filename!r:.60} is compressed")
-                total += info.file_size
-                name = info.filename.partition("/")[2]
-                if name == "byteorder" and directory.read(info) != sys.byteorder.encode():
-                    raise UnsupportedState(
-                        f"{self._label} has another byte order than this machine"
-                    )
-                if name == "data.pkl":
-                    self.pickle_bytes = info.file_size
-                if name.startswith("data/"):
-                    view.seek(info.header_offset)
-                    sizes = struct.unpack("<26x2H", view.read(30))
-                    start = info.header_offset + 30 + sum(sizes)
-                    begin = self._at.begin + start
-                    if begin + info.file_size > self._at.end:
-                        raise MalformedManifest(f"its record {info.filename!r:.60} is cut off")
-                    if info.file_size:
-                        records[start] = StoredBytes(self._at.file, begin, info.file_size, info.CRC)
-        if total > self._at.end - self._at.begin:
+            infos = directory.infolist()
+        for info in infos:
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise MalformedManifest(f"its record {info.filename!r:.60} is compressed")
+        if sum(info.file_size for info in infos) > room:
             raise MalformedManifest("its records overlap")
+        for info in infos:
+            view.seek(info.header_offset)
+            start = info.header_offset + 30 + sum(struct.unpack("<26x2H", view.read(30)))
+            if start + info.file_size > room:
+                raise MalformedManifest(f"its record {info.filename!r:.60} is cut off")
+            name = info.filename.partition("/")[2]
+            if name.startswith("data/"):
+                if info.file_size:
+                    begin = self._at.begin + start
+                    records[start] = StoredBytes(self._at.file, begin, info.file_size, info.CRC)
+                continue
+            view.seek(start)
+            content = view.read(info.file_size)
+            if info.CRC not in (0, zlib.crc32(content)):
+                raise MalformedManifest(f"the checksum of its {name!r:.60} is wrong")
+            if name == "byteorder" and content != sys.byteorder.encode():
+                raise UnsupportedState(f"{self._label} has the byte order of another machine")
+            if name == "data.pkl":
+                self._pickle_bytes = len(content)
         view.seek(0)
         return records
 
@@ -245,7 +251,7 @@ class _Archive:
     def tree(self, path: StatePath) -> Node:
         """Return the tree of its value, which is at `path` of the state."""
         # A list can contain another one a thousand times; its pickle has room for it once.
-        self._room = 8 * self.pickle_bytes + 1000
+        self._room = 8 * self._pickle_bytes + 1000
         return self._tree(self.value, path)
 
     def _tree(self, value: Any, path: StatePath) -> Node:

@@ -25,6 +25,7 @@ from phalanx.errors import (
     UnsupportedState,
 )
 
+from .internals import convert_checkpoint
 from .states import load, same, trained
 from .torch_states import (
     kinds,
@@ -146,6 +147,17 @@ def test_optimizer_with_numbered_parameters_is_loaded_from_dcp(tmp_path):
     target = zeros_like(optimizer.state_dict())
     assert load(tmp_path / "c", state={"optimizer": target})[1] == []
     assert same(optimizer.state_dict(), target)
+    assert same(optimizer.state_dict(), load(tmp_path / "c")[0]["optimizer"])
+    convert_checkpoint(str(tmp_path / "c"), str(tmp_path / "ours"))
+    assert same(optimizer.state_dict(), load(tmp_path / "ours")[0]["optimizer"])
+
+
+def test_strings_that_look_like_numbers_stay_strings(tmp_path):
+    """As keys of a `ParameterList`, and of what only resembles an optimizer."""
+    model = torch.nn.ParameterList([torch.ones(2), torch.zeros(2)])
+    resembling = {"state": {"7": torch.ones(1)}, "param_groups": [{"params": [0, 1]}]}
+    save_dcp(tmp_path / "c", {"model": model.state_dict(), "other": resembling})
+    assert same(load(tmp_path / "c")[0], {"model": {**model.state_dict()}, "other": resembling})
 
 
 def test_tensors_that_shared_memory_share_it_again(tmp_path):

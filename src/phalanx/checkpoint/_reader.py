@@ -41,7 +41,6 @@ from ._state_tree import (
     Scalar,
     TensorLeaf,
     codecs_by_class,
-    find_node,
     leaves,
     read_deferred,
     rebuild_state,
@@ -257,7 +256,7 @@ class LoadPlan:
             absent = next(_absent_nodes(node, path), None)
             if absent is not None:  # an object needs its whole state
                 raise _missing_keys(*absent)
-            state = self._build(self._with_parameter_numbers(target, node))
+            state = self._build(node)
             self._loads.append(lambda: target.load_state_dict(state()))
             return lambda: target
         takes_any = target is None or type(target) in codecs_by_class
@@ -283,7 +282,8 @@ class LoadPlan:
     def _fit_dict(self, target: Any, children: Children, path: StatePath) -> _Apply:
         items: dict[Any, _Apply] = {}
         for key, value in target.items():
-            saved_as = str(key) if self._checkpoint.has_string_keys else key
+            is_text = self._checkpoint.has_string_keys and key not in children
+            saved_as = str(key) if is_text else key
             if saved_as in children:
                 items[key] = self._fit(value, children[saved_as], (*path, key))
             else:
@@ -314,19 +314,6 @@ class LoadPlan:
         self._new.append(read_deferred(node))
         built = self._built  # not `self`: a cycle would keep the state until garbage is collected
         return lambda: built[i]
-
-    def _with_parameter_numbers(self, target: Any, node: Node) -> Node:
-        """Return the state of an optimizer with numbers as keys, where they became strings."""
-        if not (self._checkpoint.has_string_keys and isinstance(target, torch.optim.Optimizer)):
-            return node
-        by_parameter = find_node(node, ("state",))
-        if not isinstance(node, Branch) or not isinstance(by_parameter, Branch):
-            return node
-        children = {
-            int(key) if isinstance(key, str) and key.isdecimal() else key: child
-            for key, child in by_parameter.children.items()
-        }
-        return Branch("dict", {**node.children, "state": Branch("dict", children)})
 
 
 def _absent_nodes(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath, Absent]]:

@@ -21,7 +21,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, Any, ClassVar, NamedTuple
@@ -68,6 +68,7 @@ from ._state_tree import (
     codecs_by_class,
     leaves,
     map_leaves,
+    read_deferred,
     unsupported_reason,
     walk,
 )
@@ -291,7 +292,7 @@ class TorchCheckpoint(ABC):
 
     format: ClassVar[str]
     has_string_keys = False
-    """Whether the keys of all dicts were turned into strings."""
+    """Whether keys of dicts were turned into strings."""
 
     def __init__(
         self, path: str, snapshot: Snapshot, progress: Callable[[int], None] = lambda _: None
@@ -575,7 +576,7 @@ class DcpFolder(TorchCheckpoint):
         data = self._read_file(name)
         with self._reporting_damage(name):
             self._reject_safetensors()
-            return _nest(self._nodes(parse_metadata(data)))
+            return _restore_parameter_numbers(_nest(self._nodes(parse_metadata(data))))
 
     def _nodes(self, metadata: DcpMetadata) -> Iterator[tuple[StatePath, Node]]:
         for name, path in metadata.paths.items():
@@ -633,6 +634,33 @@ def _nest(nodes: Iterable[tuple[StatePath, Node]]) -> Node:
         return Branch("list", {i: built.get(i, Scalar(None)) for i in range(length)})
 
     return build(root, ())
+
+
+def _restore_parameter_numbers(node: Node) -> Node:
+    """Return the tree with numbers as keys of an optimizer's state, where DCP made them strings.
+
+    An optimizer takes strings for parameters that it does not have, without a word.
+    """
+    if not isinstance(node, Branch):
+        return node
+    children = {key: _restore_parameter_numbers(each) for key, each in node.children.items()}
+    state = children.get("state")
+    if isinstance(state, Branch) and all(str(key).isdecimal() for key in state.children):
+        numbers = {str(each): each for each in _parameter_numbers(children.get("param_groups"))}
+        if {*state.children} <= {*numbers}:
+            by_number: dict[StateKey, Node] = {}
+            by_number |= {numbers[str(key)]: each for key, each in state.children.items()}
+            children["state"] = Branch("dict", by_number)
+    return Branch(node.kind, children, node.mark, node.codec)
+
+
+def _parameter_numbers(groups: Node | None) -> Iterator[int]:
+    for group in groups.children.values() if isinstance(groups, Branch) else ():
+        params = group.children.get("params") if isinstance(group, Branch) else None
+        with suppress(DamagedCheckpoint, UnsupportedState):  # raised if they are asked for
+            for _, each in walk(read_deferred(params)) if params is not None else ():
+                if isinstance(each, Scalar) and type(each.value) is int:
+                    yield each.value
 
 
 def open_torch_checkpoint(

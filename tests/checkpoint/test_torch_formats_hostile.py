@@ -431,7 +431,7 @@ def test_memory_of_expanded_and_overlapping_tensors_is_that_of_the_file(tmp_path
     assert len({each.untyped_storage().data_ptr() for each in loaded["views"]}) == 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_damage_raises_one_of_our_errors(tmp_path, seed):
     sharded_folder(tmp_path / "dcp")
     save_dcp(tmp_path / "values", {"a": (torch.ones(3), [1, "x"]), "b": {"c": 2.5}})

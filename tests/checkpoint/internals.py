@@ -8,6 +8,7 @@ from phalanx.checkpoint._checkpoint_directory import (
     parse_step_name,
     step_name,
 )
+from phalanx.checkpoint._conversion import convert_checkpoint
 from phalanx.checkpoint._coordination import Coordinator, StorageExchange
 from phalanx.checkpoint._local_storage import (
     DirectoryLock,
@@ -66,6 +67,7 @@ from phalanx.checkpoint._tensor_file import (
     tensor_memory,
     write_tensor_file,
 )
+from phalanx.checkpoint._torch_formats import verify_torch_checkpoint
 from phalanx.checkpoint._verify import verify
 
 __all__ = [
@@ -100,6 +102,7 @@ __all__ = [
     "_tensor_file",
     "arrival_increment",
     "checksum",
+    "convert_checkpoint",
     "data_file_name",
     "decode",
     "decode_state",
@@ -126,5 +129,6 @@ __all__ = [
     "tensor_memory",
     "tensor_name",
     "verify",
+    "verify_torch_checkpoint",
     "write_tensor_file",
 ]

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch.distributed.checkpoint import _experimental
 
 from phalanx.checkpoint import (
     PerRank,
@@ -319,11 +320,21 @@ def test_map_location_accepts_torchs_forms(path, map_location):
     assert load(path, map_location=map_location)[0]["model"]["bias"].device.type == "cpu"
 
 
-def test_unknown_arguments_are_rejected(path):
-    reader = CheckpointReader(RankInfo(0, 2))
-    reader.read(path, weights_only=True)
-    with pytest.raises(ValueError, match="unknown arguments: rnak"):
-        reader.read(path, rnak=1)
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # by upstream's reader
+def test_other_arguments_are_ignored_as_upstream_does(tmp_path):
+    """With and without a state: upstream's reader takes any keyword and uses none."""
+    upstream = _experimental.CheckpointWriter(
+        _experimental.CheckpointWriterConfig(), _experimental.RankInfo(0, 1)
+    )
+    upstream.write(str(tmp_path / "theirs"), {"a": torch.ones(3)})
+    saved(tmp_path / "ours", [{"a": torch.ones(3)}])
+    theirs = _experimental.CheckpointReader(_experimental.RankInfo(0, 1))
+    ours = CheckpointReader(RankInfo(0, 1))
+    for state in (None, {"a": torch.zeros(3)}):
+        for options in ({"weights_only": False, "mmap": True}, {"rnak": 1}):
+            expected = theirs.read(str(tmp_path / "theirs"), state, **options)
+            assert same(expected[0], ours.read(tmp_path / "ours", state, **options)[0])
+            assert same(expected[0], ours.read(tmp_path / "theirs", state, **options)[0])
 
 
 def test_map_location_changes_the_device(path):

@@ -158,3 +158,23 @@ def test_errors_have_upstreams_classes(tmp_path):
     config = barriers.BarrierConfig(barrier_type="no_such_thing")
     with pytest.raises(ValueError, match="no_such_thing"):
         barriers.create_barrier_from_config(config)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_non_blocking_staging_needs_an_accelerator():
+    """Upstream refuses its own default on a CPU; ours refuses only what was asked for."""
+    for config, stager in (
+        (upstream.CheckpointStagerConfig, upstream.DefaultStager),
+        (components.CheckpointStagerConfig, components.DefaultStager),
+    ):
+        for asynchronous in (False, True):
+            wanted = config(
+                use_pinned_memory=False, use_async_staging=asynchronous, use_non_blocking_copy=True
+            )
+            with pytest.raises(AssertionError, match="accelerator"):
+                stager(wanted)
+            stager(config(use_pinned_memory=False, use_non_blocking_copy=False)).close()
+    default = components.CheckpointStagerConfig(use_async_staging=False)
+    assert repr(default.use_non_blocking_copy) == "True"
+    for each in (default, dataclasses.replace(default, use_shared_memory=False)):
+        components.DefaultStager(each).close()

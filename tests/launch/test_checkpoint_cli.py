@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from checkpoint.states import saved
+from checkpoint.torch_states import save_archives, sharded_folder
 from phalanx.checkpoint import CheckpointManager, PerRank
 from phalanx.launch.cli import main
 
@@ -302,3 +303,91 @@ def test_sizes_and_ages_are_formatted_for_people():
     assert format_size(5 << 40) == "5.00 TiB"
     ages = {-5: "0 s", 60: "60 s", 300: "5 min", 9000: "2 h", 10**6: "12 d"}
     assert {each: format_age(each) for each in ages} == ages
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """Folders of torch: a sharded one of DCP, and archives of two ranks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torch").mkdir()
+    sharded_folder(tmp_path / "torch" / "dcp-9")
+    states = [{"w": torch.ones(3, 4), "rank": rank} for rank in range(2)]
+    save_archives(tmp_path / "torch" / "archives-10", states)
+    return tmp_path / "torch"
+
+
+def test_ls_and_show_list_checkpoints_of_torch(theirs):
+    lines = call("ls", "torch").splitlines()
+    assert [line.split()[:3] for line in lines[1:3]] == [["-", "3", "2"], ["-", "2", "2"]]
+    assert [line.split()[-1] for line in lines[1:3]] == ["torch/dcp-9", "torch/archives-10"]
+    assert lines[-1].startswith("2 checkpoints, ")
+    (one,) = json.loads(call("ls", "--json", "torch/dcp-9"))
+    assert one["format"] == "torch.distributed.checkpoint"
+    assert one["bytes"] == sum(each.stat().st_size for each in (theirs / "dcp-9").iterdir())
+    shown = call("show", "torch/dcp-9")
+    assert "2 tensors in 4 files, saved by 3 ranks with torch.distributed.checkpoint" in shown
+    assert ["grid", "float32", "5", "x", "7", "140", "B", "all"] in map(
+        str.split, shown.splitlines()
+    )
+    state = json.loads(call("show", "--json", "torch"))["state"]
+    assert {(each["name"], each["rank"], each.get("value")) for each in state} == {
+        *[("w", 0, None), ("w", 1, None), ("rank", 0, 0), ("rank", 1, 1)]
+    }
+
+
+def test_verify_reads_checkpoints_of_torch(theirs):
+    assert call("verify", "torch").count("good: ") == 2
+    file = theirs / "archives-10" / "checkpoint_1.pt"
+    damage(file, file.read_bytes().index(torch.ones(3, 4).numpy().tobytes()))
+    output = call("verify", "torch", code=1)
+    assert "good: torch/dcp-9" in output
+    assert "damaged: torch/archives-10/checkpoint_1.pt" in output
+    (theirs / "dcp-9" / ".metadata").write_bytes(b"\x80\x04cos\nsystem\n.")
+    assert "names os.system, which is not part of DCP" in call("verify", "torch", code=1)
+    assert call("ls", "torch").count("damaged") == 1
+
+
+def test_convert_writes_what_diff_finds_equal(theirs):
+    for name, ranks in (("dcp-9", 1), ("archives-10", 2)):
+        output = call("convert", f"torch/{name}", f"ours/{name}")
+        assert output.startswith(f"torch/{name} (torch")
+        assert f", {ranks} rank" in output
+        assert "0 differ" in call("diff", f"torch/{name}", f"ours/{name}")
+        assert "0 differ" in call("diff", f"ours/{name}", f"torch/{name}")
+        assert call("verify", f"ours/{name}").startswith("good: ")
+    made = json.loads(call("convert", "--json", "ours/archives-10", "run/step-00000007"))
+    assert (made["ranks"], made["tensors"], made["step"]) == (2, 1, 7)
+    assert made["source_format"] == "phalanx"
+    assert CheckpointManager("run").steps() == [7]
+    assert torch.equal(CheckpointManager("run").load()["w"], torch.ones(3, 4))
+
+
+def test_diff_names_what_differs_from_a_checkpoint_of_torch(theirs):
+    saved("ours", [{"w": torch.zeros(3, 4), "rank": rank} for rank in range(2)])
+    found = json.loads(call("diff", "--json", "torch/archives-10", "ours", code=1))
+    assert [(each["name"], each["rank"], each["change"]) for each in found] == [
+        ("w", 0, "changed"),
+        ("w", 1, "changed"),
+    ]
+    assert (theirs / "archives-10").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["convert", "torch/dcp-9", "torch"], "torch already exists"),
+        (["convert", "nowhere", "new"], "there is no checkpoint at nowhere"),
+        (["convert", "torch", "new"], "there is no checkpoint at torch"),
+        (["prune", "torch"], "prune removes those of phalanx"),
+        (["prune", "torch/dcp-9"], "is a checkpoint; prune needs"),
+        (["show", "hub"], "layout of Hugging Face"),
+    ],
+)
+def test_misuse_with_checkpoints_of_torch_prints_no_traceback(theirs, args, words):
+    (theirs.parent / "hub").mkdir()
+    (theirs.parent / "hub" / "model.safetensors").touch()
+    done = CliRunner().invoke(main, ["checkpoint", *args])
+    assert done.exit_code in {1, 2}
+    assert isinstance(done.exception, SystemExit)
+    assert words in done.output
+    assert not (theirs.parent / "new").exists()

@@ -17,9 +17,10 @@ import os
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from .. import errors
 from ._local_storage import DirectoryLock, LocalStorage, fsync_directory, make_durable_directories
@@ -32,6 +33,22 @@ _STEP_NAME = re.compile(r"step-(\d{8,18})")
 _REMOVED_NAME = re.compile(r"\.step-\d{8,18}\.removed-[0-9a-f]{8}")
 _WORKSPACE = re.compile(r"\.(.+)\.saving")
 _LOCK_DIRECTORY = ".saving"
+
+
+DCP_METADATA = ".metadata"
+DCP_RANK_METADATA = re.compile(r"__(\d{1,8})\.metadata")  # of a save without collectives
+RANK_ARCHIVE = re.compile(r"checkpoint_(\d{1,8})\.pt")  # of torch's experimental checkpointer
+
+
+def torch_layout(names: Collection[str]) -> Literal["dcp", "rank archives", "hugging face", ""]:
+    """Return which layout of torch a directory has, by the names in it; "" if none."""
+    if DCP_METADATA in names or any(map(DCP_RANK_METADATA.fullmatch, names)):
+        return "dcp"
+    if any(map(RANK_ARCHIVE.fullmatch, names)):
+        return "rank archives"
+    if any(each.endswith(".safetensors") and not _is_our_file(each) for each in names):
+        return "hugging face"
+    return ""
 
 
 def step_name(step: int) -> str:
@@ -82,6 +99,10 @@ class CheckpointDirectory(ABC):
             if steps or {*names} == {*self._names()}:
                 break
         return steps
+
+    def torch_layout(self) -> str:
+        """Return which layout of torch the directory has if it is a checkpoint; "" if none."""
+        return torch_layout(self._names())
 
     def is_damaged(self, step: int, *, read_data: bool = False) -> bool:
         """Whether the manifest or the files of a checkpoint are damaged, or their data."""

@@ -24,6 +24,7 @@ from operator import itemgetter
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from .._formatting import dtype_name
 from ..errors import SaveFailed, StateMismatch
@@ -212,6 +213,12 @@ def _replicated_shard(leaf: TensorLeaf, bounds: ShardBounds) -> TensorShard:
         assert (data.start, data.stop) == (bounds.start, bounds.stop), "staged another division"
         data = data.data
         assert data is not None
+    elif callable(data):
+        data = partial(_load_elements, data, bounds)
     else:
         data = shard_elements(data, bounds)
     return TensorShard(leaf.name, leaf.dtype, leaf.shape, bounds.start, bounds.stop, data)
+
+
+def _load_elements(load: Callable[[], Tensor], bounds: ShardBounds) -> Tensor:
+    return shard_elements(load(), bounds)

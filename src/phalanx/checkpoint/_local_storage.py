@@ -352,6 +352,9 @@ class LocalSnapshot(Snapshot):
             raise OSError(errno.EINVAL, "not a regular file", name)
         return _FileSource(fd)
 
+    def names(self) -> list[str]:
+        return os.listdir(self._fd)
+
     def close(self) -> None:
         os.close(self._fd)
 

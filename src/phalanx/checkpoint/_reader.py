@@ -34,6 +34,7 @@ from ._state_encoding import decode_state
 from ._state_tree import (
     Absent,
     Branch,
+    Deferred,
     Node,
     PerRank,
     Replicated,
@@ -41,12 +42,14 @@ from ._state_tree import (
     TensorLeaf,
     codecs_by_class,
     leaves,
+    read_deferred,
     rebuild_state,
     unsupported_reason,
     walk,
 )
-from ._storage import Snapshot, Source, storage_at
+from ._storage import Snapshot, Source, Storage, storage_at
 from ._tensor_file import is_plain, tensor_memory
+from ._torch_formats import TorchCheckpoint, open_torch_checkpoint
 from ._types import STATE_DICT, RankInfo
 from ._verify import WRONG_HEADER
 
@@ -69,6 +72,9 @@ class _DamagedFile(Exception):
 class OpenCheckpoint:
     """A checkpoint that is being read: its manifest and open files."""
 
+    format = "phalanx"
+    has_string_keys = False
+
     def __init__(self, path: str, snapshot: Snapshot) -> None:
         self.path = path
         self.manifest_file = f"{path}/{MANIFEST}"
@@ -80,6 +86,7 @@ class OpenCheckpoint:
         with self._reporting_damage(self.manifest_file):
             data = snapshot.manifest()
         self.manifest = Manifest.load(data, self.manifest_file)
+        self.world_size = self.manifest.world_size
 
     def survives_removal(self, tensors: Iterable[TensorLeaf]) -> bool:
         """Whether these tensors stay readable even if a save removes their files."""
@@ -116,6 +123,17 @@ class OpenCheckpoint:
         tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
         self.read_into(tensor, leaf)
         return tensor
+
+    read = fetch
+
+    def tree(self, rank: int) -> Node:
+        """Return the state of a rank, without data."""
+        return decode_state(self.manifest, rank, self.manifest_file)
+
+    def identity(self, leaf: TensorLeaf) -> Any:
+        """Return what is equal for tensors that shared memory."""
+        ranges = tuple((shard.file, shard.at) for shard in leaf.data.shards)
+        return (leaf.name if 0 in leaf.shape else ranges, leaf.dtype, leaf.shape)
 
     def verify(self, leaf: TensorLeaf) -> None:
         for shard in leaf.data.shards:
@@ -166,9 +184,13 @@ class LoadPlan:
     """
 
     def __init__(
-        self, checkpoint: OpenCheckpoint, rank: int, state: Any, map_location: Any
+        self,
+        checkpoint: OpenCheckpoint | TorchCheckpoint,
+        rank: int,
+        state: Any,
+        map_location: Any,
     ) -> None:
-        tree = decode_state(checkpoint.manifest, rank, checkpoint.manifest_file)
+        tree = checkpoint.tree(rank)
         self.missing: list[str] = []
         if state is None:
             self.missing = [format_path(path) for path, _ in _absent_nodes(tree)]
@@ -193,8 +215,7 @@ class LoadPlan:
                 self._prefetched[i] = checkpoint.fetch(leaf)
 
     def _fetch_new(self, leaf: TensorLeaf) -> Tensor:
-        ranges = tuple((shard.file, shard.at) for shard in leaf.data.shards)
-        identity = (leaf.name if 0 in leaf.shape else ranges, leaf.dtype, leaf.shape)
+        identity = self._checkpoint.identity(leaf)
         if identity not in self._new_tensors:
             tensor = self._checkpoint.fetch(leaf)
             self._new_tensors[identity] = _move(tensor, leaf.device, self._map_location)
@@ -216,6 +237,8 @@ class LoadPlan:
         return self._root()
 
     def _fit(self, target: Any, node: Node, path: StatePath) -> _Apply:
+        if isinstance(node, Deferred):
+            node = node.read()
         if isinstance(node, Absent):
             raise _missing_keys(path, node)
         if isinstance(target, Replicated | PerRank):
@@ -259,8 +282,10 @@ class LoadPlan:
     def _fit_dict(self, target: Any, children: Children, path: StatePath) -> _Apply:
         items: dict[Any, _Apply] = {}
         for key, value in target.items():
-            if key in children:
-                items[key] = self._fit(value, children[key], (*path, key))
+            is_text = self._checkpoint.has_string_keys and key not in children
+            saved_as = str(key) if is_text else key
+            if saved_as in children:
+                items[key] = self._fit(value, children[saved_as], (*path, key))
             else:
                 self.missing.append(format_path((*path, key)))
 
@@ -286,7 +311,7 @@ class LoadPlan:
 
     def _build(self, node: Node) -> _Apply:
         i = len(self._new)
-        self._new.append(node)
+        self._new.append(read_deferred(node))
         built = self._built  # not `self`: a cycle would keep the state until garbage is collected
         return lambda: built[i]
 
@@ -314,7 +339,19 @@ def _mismatch(path: StatePath, wanted: str, node: Node) -> StateMismatch:
     return StateMismatch(f"{format_path(path)} is {found} in the checkpoint, expected {wanted}")
 
 
-_IGNORED_ARGUMENTS = {"mmap", "weights_only"}  # arguments that upstream passes to `torch.load`
+def open_checkpoint(storage: Storage, stack: ExitStack) -> OpenCheckpoint | TorchCheckpoint:
+    """Open a checkpoint of ours, else one of torch; its directory closes with the stack."""
+    try:
+        snapshot = stack.enter_context(closing(storage.snapshot()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise no_checkpoint(storage.path) from None
+    try:
+        return OpenCheckpoint(storage.path, snapshot)
+    except FileNotFoundError:
+        checkpoint = open_torch_checkpoint(storage.path, snapshot)
+    if checkpoint is None:
+        raise no_checkpoint(storage.path)
+    return checkpoint
 
 
 class CheckpointReader:
@@ -337,10 +374,11 @@ class CheckpointReader:
 
         Given a state, load only its keys: tensors in place, objects through ``load_state_dict``,
         any value for None. The state is not changed before everything was matched and verified.
-        Where ranks differ, each rank gets what the same rank saved, or what `rank` saved.
+        Where ranks differ, each rank gets what the same rank saved, or what `rank` saved. Folders
+        of ``torch.distributed.checkpoint`` and of its experimental checkpointer are read too.
+        Other arguments are ignored, as upstream does.
         """
-        if unknown := set(kwargs) - _IGNORED_ARGUMENTS:
-            raise InvalidArgument(f"unknown arguments: {', '.join(sorted(unknown))}")
+        del kwargs  # upstream takes and ignores any
         own = self.rank_info.global_rank if rank is None else rank
         if type(own) is not int or own < 0:
             raise InvalidArgument(f"rank must be a non-negative integer, got {rank!r}")
@@ -348,16 +386,12 @@ class CheckpointReader:
         tried: set[str] = set()
         while True:
             with ExitStack() as stack:
-                try:
-                    snapshot = stack.enter_context(closing(storage.snapshot()))
-                    checkpoint = OpenCheckpoint(storage.path, snapshot)
-                except (FileNotFoundError, NotADirectoryError):
-                    raise no_checkpoint(storage.path) from None
-                stack.callback(checkpoint.close)
+                checkpoint = stack.enter_context(closing(open_checkpoint(storage, stack)))
                 try:
                     plan = LoadPlan(checkpoint, own, state_dict, map_location)
                 except _FileGone as error:
                     # A save may have replaced the checkpoint meanwhile; then load the new one.
+                    assert isinstance(checkpoint, OpenCheckpoint)
                     if checkpoint.manifest.save_id in tried:
                         raise DamagedCheckpoint(f"{storage.path} lacks a file: {error}") from error
                     tried.add(checkpoint.manifest.save_id)

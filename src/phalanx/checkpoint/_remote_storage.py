@@ -116,6 +116,9 @@ class RemoteStorage(Storage, Snapshot):
     def open(self, name: str) -> _RemoteSource:
         return _RemoteSource(self._fs, f"{self._directory}/{name}")
 
+    def names(self) -> list[str]:
+        return list_names(self._fs, self._directory)
+
 
 class RemoteMessageStore(MessageStore):
     def __init__(self, fs: Any, directory: str) -> None:

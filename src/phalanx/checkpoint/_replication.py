@@ -132,7 +132,8 @@ def _summarize(node: Node, path: StatePath, summaries: dict[StatePath, _Summary]
         if isinstance(node.data, ReplicatedShard):
             digest = node.data.fingerprint
         else:
-            digest = (sampled_digest if node.mark == "replicated" else tensor_digest)(node.data)
+            data = node.data() if callable(node.data) else node.data
+            digest = (sampled_digest if node.mark == "replicated" else tensor_digest)(data)
         digest = f"{node.name} {digest}"
     elif isinstance(node, Branch):
         below = {

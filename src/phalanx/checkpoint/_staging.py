@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..errors import InvalidState, SaveFailed
+from ..errors import InvalidState, SaveFailed, Unprepared
 from ._progress import wrap_future
 from ._replication import replicated_shards
 from ._state_tree import (
@@ -364,7 +364,7 @@ class StagingCopy:
         others = [slot for slot in slots if not is_plain(slot.source)]
         for slot in others:
             target = slot.place.view_in(self.buffer.bytes)
-            target.copy_(slot.source, non_blocking=self._config.use_non_blocking_copy)
+            target.copy_(slot.source, non_blocking=bool(self._config.use_non_blocking_copy))
         self._copy_plain([slot for slot in slots if is_plain(slot.source)])
         if others and torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -410,9 +410,16 @@ class CheckpointStager(ABC):
         """Release the resources of the stager."""
 
 
+class _IfPossible(int):
+    """True by default: unlike a True that was asked for, it needs no accelerator."""
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
 @dataclass
 class CheckpointStagerConfig:
-    """How states are copied. Options for accelerators have no effect without one."""
+    """How states are copied."""
 
     use_pinned_memory: bool = True
     """Ignored: memory that is shared with a process is not pinned. Upstream has it."""
@@ -421,8 +428,9 @@ class CheckpointStagerConfig:
     use_async_staging: bool = True
     """Return from `stage` before large tensors are copied. They must not be changed until the
     future is done; if one is, the save fails and names it."""
-    use_non_blocking_copy: bool = True
-    """Start the copies of all tensors on an accelerator before waiting for any of them."""
+    use_non_blocking_copy: bool = _IfPossible(True)  # type: ignore[assignment]
+    """Start the copies of all tensors on an accelerator before waiting for any of them. The
+    default does so if there is an accelerator; with True, a stager raises if there is none."""
 
 
 class StagedState(dict[str, Any]):
@@ -445,6 +453,11 @@ class DefaultStager(CheckpointStager):
         self, config: CheckpointStagerConfig | None = None, *, rank_info: RankInfo | None = None
     ) -> None:
         self._config = config or CheckpointStagerConfig()
+        if self._config.use_non_blocking_copy is True and not torch.accelerator.is_available():
+            raise Unprepared(
+                "use_non_blocking_copy=True needs an accelerator, and torch finds none. Leave the "
+                "option out, or pass False"
+            )
         self._rank_info = rank_info or RankInfo(0, 1)
         self._pool = StagingBufferPool()
         self._thread = ThreadPoolExecutor(1, "phalanx-staging")  # starts when needed

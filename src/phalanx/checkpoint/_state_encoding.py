@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -121,7 +122,8 @@ def decode(
         return tensor(body, path)
     if tag == "$per_rank":
         # Decode all of them, so that every rank detects damage in any.
-        nodes = {int(key): inner(each, path=path) for key, each in body.items()}
+        decoded = {int(key): inner(each, path=path) for key, each in body.items()}
+        nodes = {key: replace(node, mark="per rank") for key, node in decoded.items()}
         return nodes.get(-1 if rank is None else rank, Absent(tuple(sorted(nodes))))
     if tag in _SCALARS:
         return _decode_scalar(tag, body, path)

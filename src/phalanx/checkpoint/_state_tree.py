@@ -132,7 +132,7 @@ class TensorLeaf:
     shape: tuple[int, ...]
     device: str  # its device type
     data: Any = field(compare=False)
-    """A `Tensor`, a `ReplicatedShard`, or the `TensorEntry` of the manifest."""
+    """A `Tensor`, a function that loads it, a `ReplicatedShard`, or where it is on disk."""
     mark: Mark = ""
 
 
@@ -144,7 +144,15 @@ class Absent:
     mark: Mark = ""
 
 
-Node: TypeAlias = Branch | Scalar | TensorLeaf | Absent
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """State that is read when it is asked for."""
+
+    read: Callable[[], Node]
+    mark: Mark = ""
+
+
+Node: TypeAlias = Branch | Scalar | TensorLeaf | Absent | Deferred
 
 
 def parse_state(state: Any) -> Node:
@@ -190,7 +198,7 @@ def _parse(value: Any, path: StatePath, mark: Mark) -> Node:
         return TensorLeaf(tensor_name(path), value.dtype, shape, device, value, mark)
     if isinstance(value, Branch | TensorLeaf):
         return value  # already parsed, before staging
-    if type(value) in _SCALARS:
+    if type(value) in SCALAR_TYPES:
         _check_scalar(value, path)
         return Scalar(value, mark)
     return _parse_branch(value, path, mark)
@@ -215,7 +223,7 @@ def _parse_branch(value: Any, path: StatePath, mark: Mark) -> Branch:
         )
     children: dict[StateKey, Node] = {}
     for key, each in items:
-        if type(key) not in _KEYS or (type(key) is float and not math.isfinite(key)):
+        if type(key) not in KEY_TYPES or (type(key) is float and not math.isfinite(key)):
             raise UnsupportedState(
                 f"{format_path(path)} has the key {key!r} of type {_class_name(key)}; "
                 "keys must be strings, numbers, booleans or None"
@@ -225,8 +233,8 @@ def _parse_branch(value: Any, path: StatePath, mark: Mark) -> Branch:
     return Branch(kind, children, mark)
 
 
-_KEYS = frozenset([type(None), bool, int, float, str])
-_SCALARS = _KEYS | {torch.Size, torch.dtype, torch.device}
+KEY_TYPES = frozenset([type(None), bool, int, float, str])
+SCALAR_TYPES = KEY_TYPES | {torch.Size, torch.dtype, torch.device}
 _MAX_DIGITS = sys.int_info.default_max_str_digits
 
 
@@ -242,8 +250,11 @@ def _check_scalar(value: Any, path: StatePath) -> None:
             ) from None
 
 
-def unsupported_reason(tensor: Tensor) -> str:
-    """Return why a tensor is not plain bytes in memory, with a hint; "" if it is."""
+def unsupported_reason(tensor: Tensor, *, is_stored: bool = False) -> str:
+    """Return why a tensor is not plain bytes in memory, with a hint; "" if it is.
+
+    If `is_stored`, its bytes are in a file, and the tensor may be on the meta device.
+    """
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         advice = "store a plain tensor"
         if hasattr(tensor, "full_tensor"):
@@ -255,6 +266,8 @@ def unsupported_reason(tensor: Tensor) -> str:
         return "a quantized tensor; store its integers (int_repr) and its scale"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout}; store a dense one"
+    if is_stored:
+        return ""
     if tensor.is_meta:
         return "a tensor on the meta device, which has no values"
     if tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -292,6 +305,16 @@ def map_leaves(node: Node, change: Callable[[TensorLeaf], TensorLeaf]) -> Node:
         return change(node)
     if isinstance(node, Branch):
         children = {key: map_leaves(child, change) for key, child in node.children.items()}
+        return Branch(node.kind, children, node.mark, node.codec)
+    return node
+
+
+def read_deferred(node: Node) -> Node:
+    """Return the tree with everything that was deferred."""
+    if isinstance(node, Deferred):
+        return read_deferred(node.read())
+    if isinstance(node, Branch):
+        children = {key: read_deferred(child) for key, child in node.children.items()}
         return Branch(node.kind, children, node.mark, node.codec)
     return node
 

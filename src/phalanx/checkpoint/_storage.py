@@ -179,6 +179,10 @@ class Snapshot(ABC):
     def open(self, name: str) -> Source:
         """Open a data file; raises `FileNotFoundError` if it was removed."""
 
+    @abstractmethod
+    def names(self) -> list[str]:
+        """List its directory."""
+
     def close(self) -> None:  # noqa: B027
         """Close the snapshot, but not its sources."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ class TensorShard:
     shape: tuple[int, ...]
     start: int
     stop: int
-    data: Tensor  # exactly these elements
+    data: Tensor | Callable[[], Tensor]  # exactly these elements, or what loads them
 
     @property
     def key(self) -> str:
@@ -137,17 +137,24 @@ def write_tensor_file(
     written: dict[int, WrittenShard] = {}
     for i in order:
         fault_point("tensor")
-        digest = xxhash.xxh3_128()
-        data = tensor_memory(resolve(shards[i].data).cpu().contiguous())
-        assert len(data) == shards[i].stop - shards[i].start
-        for chunk in chunks(data):
-            digest.update(chunk)
-            sink.write(chunk)
-            meter.wrote(len(chunk))
-        begin, position = position, position + len(data)
-        written[i] = WrittenShard(begin, position, digest.hexdigest())
+        digest = _write_shard(sink, shards[i], meter)
+        begin, position = position, position + shards[i].stop - shards[i].start
+        written[i] = WrittenShard(begin, position, digest)
     in_order = [written[i] for i in range(len(shards))]
     return WrittenFile(position, len(header), checksum(header), in_order)
+
+
+def _write_shard(sink: Sink, shard: TensorShard, meter: ProgressMeter) -> str:
+    """Write the bytes of a shard, which is loaded no longer than that; return their checksum."""
+    digest = xxhash.xxh3_128()
+    tensor = shard.data() if callable(shard.data) else shard.data
+    data = tensor_memory(resolve(tensor).cpu().contiguous())
+    assert len(data) == shard.stop - shard.start
+    for chunk in chunks(data):
+        digest.update(chunk)
+        sink.write(chunk)
+        meter.wrote(len(chunk))
+    return digest.hexdigest()
 
 
 def _header(shards: Sequence[TensorShard]) -> bytes:

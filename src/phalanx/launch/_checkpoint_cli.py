@@ -1,4 +1,4 @@
-"""The command `phalanx checkpoint`: list, show, verify, diff and prune checkpoints.
+"""The command `phalanx checkpoint`: list, show, verify, diff, prune and convert checkpoints.
 
 `cli` imports this module for `phalanx run` too, so each command imports `_checkpoint_commands`
 when it runs.
@@ -24,14 +24,16 @@ Examples:
   phalanx checkpoint verify run
   phalanx checkpoint diff run/step-00001000 run/step-00002000
   phalanx checkpoint prune run --keep-last 3 --keep-every 1000 --dry-run
+  phalanx checkpoint convert dcp_folder run/step-00001000
 """
 
 
 @click.group(epilog=_EXAMPLES)
 def checkpoint() -> None:
-    """List, show, verify, diff and prune checkpoints.
+    """List, show, verify, diff, prune and convert checkpoints.
 
-    PATH is a checkpoint or a directory of checkpoints, or a URL that fsspec supports.
+    PATH is a checkpoint or a directory of checkpoints, or a URL that fsspec supports. Folders of
+    torch.distributed.checkpoint and of its experimental checkpointer are checkpoints too.
     """
 
 
@@ -132,3 +134,19 @@ def prune(
     from ._checkpoint_commands import prune_checkpoints
 
     _print(as_json, partial(prune_checkpoints, path, keep_last, keep_every, dry_run=dry_run))
+
+
+@checkpoint.command(short_help="Write a checkpoint of torch in the format of phalanx.")
+@_json_option
+@click.argument("source")
+@click.argument("destination")
+def convert(*, source: str, destination: str, as_json: bool) -> None:
+    """Write the checkpoint at SOURCE, of torch or of phalanx, to DESTINATION.
+
+    Nothing may exist at DESTINATION, and nothing is there before the checkpoint is complete. Keeps
+    the state of each rank where ranks differ. Holds one tensor in memory at a time. The checkpoint
+    at SOURCE is never unpickled beyond tensors and plain values.
+    """
+    from ._checkpoint_commands import convert as convert_checkpoint
+
+    _print(as_json, partial(convert_checkpoint, source, destination))

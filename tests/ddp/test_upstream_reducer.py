@@ -289,7 +289,7 @@ def test_logging_data_matches_torch(group, make):
         equal = shared & EQUAL - not_rebuilt
         assert {name: ours[name] for name in equal} == {name: theirs[name] for name in equal}
         assert ours["has_error"] == 0
-    assert TIMES <= ours.keys()
+    assert ours.keys() >= TIMES
     assert all(ours[name] > 0 for name in TIMES if "overlap" not in name)
     assert ours["forward_compute_time_start"] < ours["backward_compute_time_start"]
     assert ours["backward_comm_time_start"] < ours["backward_comm_time_end"]

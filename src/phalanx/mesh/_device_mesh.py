@@ -159,8 +159,6 @@ class DeviceMesh(TorchMesh):
     # Inherited, since they read only what this class sets: device_type, mesh_dim_names, ndim,
     # shape, get_coordinate and get_all_groups.
 
-    _thread_id = None
-
     def __init__(
         self,
         device_type: str,
@@ -208,6 +206,7 @@ class DeviceMesh(TorchMesh):
     ) -> None:
         self._root_state = state
         self._root_mesh: DeviceMesh | None = state.root  # None in the root itself
+        self._thread_id = state.thread_id
         self._device_type = state.device_type
         self._rank = state.rank
         self._flatten_mapping: dict[str, DeviceMesh] = state.flattened  # type: ignore[assignment]

@@ -5,6 +5,7 @@ It is separate from `DeviceMesh`, which is a view of it: a layout, names and opt
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -55,6 +56,9 @@ class RootState:
         self.rank = own_rank
         self.position = ranks.index(own_rank) if own_rank in ranks else None
         self.base = base
+        is_thread = base is not None and base.ranks_are_threads
+        self.thread_id = threading.get_ident() if is_thread else None
+        """The thread that is this rank, where ranks are threads."""
         self.base_global_ranks = base_global_ranks
         self.is_registered = is_registered
         self.groups = AxisGroups() if base is None else axis_groups_of(base.group)

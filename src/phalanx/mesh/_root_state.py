@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -65,8 +64,8 @@ class RootState:
         # Not shared with other roots: a member that was not given the group would form one and
         # wait for the others.
         self.provided_groups = {} if provided_groups is None else provided_groups
-        # Groups that were read, for torch's compiler. Weak, since a shutdown drops groups.
-        self.groups_by_name: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
+        # The groups in the caches of meshes, for torch's compiler, which can trace only a dict.
+        self.groups_by_name: dict[str, dist.ProcessGroup] = {}
         self.flattened: dict[str, DeviceMesh] = {}
         self.unflattened: dict[str, set[FlatLayout]] = {}
         """Axes made by unflatten, by name. A flattened axis must have another name."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -121,6 +122,44 @@ def communicates_along_one_axis_only(ctx, mesh):
         assert list(mesh._pg_registry) == [mesh.get_group(0).group_name]
 
 
+FUNCTIONAL = {
+    "all_reduce": lambda t, on: funcol.all_reduce(t, "avg", on),
+    "all_gather_single": lambda t, on: funcol.all_gather_single(t, 1, on),
+    "reduce_scatter_single": lambda t, on: funcol.reduce_scatter_single(t, "sum", 0, on),
+    "all_to_all_single": lambda t, on: funcol.all_to_all_single(t, [2, 2], [2, 2], on),
+    "broadcast": lambda t, on: funcol.broadcast(t, 0, on),
+    "permute_tensor": lambda t, on: funcol.permute_tensor(t.flatten(), [1, 0], on),
+    "all_reduce_coalesced": lambda t, on: funcol.all_reduce_coalesced([t, t * 2], "max", on),
+}
+
+
+def runs_functional_collectives_as_torchs_mesh(ctx, mesh):
+    names = mesh.mesh_dim_names
+    theirs = torch_init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    tensor = torch.arange(8.0).reshape(4, 2) + 100 * ctx.rank
+    for name, call in FUNCTIONAL.items():
+        for axis in (0, 1):
+            expected = call(tensor, (theirs, axis))
+            for ours in ((mesh, axis), mesh[names[axis]]):
+                torch.testing.assert_close(call(tensor, ours), expected, msg=name)
+    expected = funcol.all_reduce(tensor, "sum", theirs._flatten("every"))
+    torch.testing.assert_close(funcol.all_reduce(tensor, "sum", mesh.flatten("every")), expected)
+
+
+def replicates_as_torchs_mesh(ctx, mesh):
+    """`replicate` on FSDP2, on a slice of our mesh and of torch's."""
+    data, _ = mesh.mesh_dim_names
+    theirs = torch_init_device_mesh("cpu", (2, 2), mesh_dim_names=mesh.mesh_dim_names)
+    gradients = []
+    for each in (mesh, theirs):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        replicate(net, mesh=each[data])
+        net(torch.full((2, 4), 1.0 + ctx.rank)).square().mean().backward()
+        gradients.append([parameter.grad.full_tensor() for parameter in net.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
 def trains_in_parallel_directly(ctx, mesh):
     trains_in_parallel(ctx, mesh, convert=lambda each: each)
 
@@ -206,6 +245,8 @@ BODIES = [
         *BODIES,
         is_loaded_with_weights_only,
         communicates_along_one_axis_only,
+        runs_functional_collectives_as_torchs_mesh,
+        replicates_as_torchs_mesh,
         takes_torchs_own,
         takes_torchs_groups_of_the_same_ranks,
     ],

@@ -3,6 +3,7 @@
 import inspect
 import pickle
 import re
+import threading
 
 import pytest
 import torch.distributed as dist
@@ -132,6 +133,7 @@ ON_INSTANCES = {
     "_mesh_dim_names",
     "_rank",
     "_root_mesh",
+    "_thread_id",
 }
 UNSUPPORTED = {
     "__getstate__",
@@ -180,6 +182,19 @@ def test_attributes_that_torch_reads_are_present():
     assert DeviceMesh.from_torch(mesh) is mesh
     mesh.shutdown()
     group.shutdown()
+
+
+def names_its_thread(context):
+    group = context.group("local")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"), group=group)
+    assert mesh._thread_id == mesh["tp"]._thread_id == threading.get_ident()
+    return mesh
+
+
+def test_meshes_of_ranks_that_are_threads_differ(threads):
+    """torch's caches are shared by all threads and look up meshes by equality."""
+    first, second = threads.run(names_its_thread, 2)
+    assert first != second
 
 
 def test_a_large_mesh_builds_no_rank_map(monkeypatch):

@@ -179,7 +179,7 @@ class ReducedPass:
         self._late_factor = scale.factor if scale.uses_new_gradients else 0.0
         self._arrivals = PieceArrivals(self._pieces) if is_recording else None
         self._works: list[AnyWork | HookWork] = []  # of the buckets that are launched
-        self._unused: list[int] = []
+        self.unused: list[int] = []  # parameters without a gradient on this rank
         previous = [parameter.grad for parameter in layout.parameters]
         self._previous_grads = previous if count_missing(previous) < len(previous) else []
         if self._previous_grads:
@@ -233,7 +233,7 @@ class ReducedPass:
             for position, i in enumerate(piece.members):
                 old = previous[position] if previous else None
                 if new[position] is None and not (self._previous_are_local and old is not None):
-                    self._unused.append(i)
+                    self.unused.append(i)
                     if old is not None:
                         self._unused_previous[i] = old, old.clone()
         if not self._layout.grad_is_view:
@@ -322,7 +322,7 @@ class ReducedPass:
             self._scale.weight,
             fingerprint(self._compared) if self._compared else 0,
             [timing.forward, backward, *timing.arrivals, now],
-            unused=self._unused,
+            unused=self.unused,
             late=own_late,
             graph_changed=self.graph_changed and has_data,
             adds_previous=self._adds_previous and has_data,
@@ -372,8 +372,8 @@ class ReducedPass:
                 continue
             bucket = self._buckets[piece.bucket_index]
             bucket.add(piece.positions.start + offset, gradient, self._late_factor)
-            if i in self._unused:
-                self._unused.remove(i)
+            if i in self.unused:
+                self.unused.remove(i)
                 self.graph_changed = True
 
     def _wait(self, *, steps: bool) -> None:
@@ -386,7 +386,7 @@ class ReducedPass:
                 raise
             if self._optimizers is None or not steps or bucket is self._buckets[-1]:
                 continue
-            if self._scale.waits_for_header(bucket) or set(bucket.members) & set(self._unused):
+            if self._scale.waits_for_header(bucket) or set(bucket.members) & set(self.unused):
                 continue
             for index, piece in enumerate(self._pieces):
                 if piece.bucket_index == bucket.index:

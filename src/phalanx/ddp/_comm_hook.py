@@ -168,11 +168,15 @@ class CommHook:
     hook: Hook
     comm: Communicator
 
+    @property
+    def name(self) -> str:
+        return hook_name(self.hook)
+
     def start(
         self, bucket: GradBucket, store: Callable[[Any], None], *, describe: Callable[[], str]
     ) -> HookWork:
         """Start to reduce a bucket; `store` stores the result, or raises `ResultMismatch`."""
-        name = f"communication hook {hook_name(self.hook)}"
+        name = f"communication hook {self.name}"
         work = HookWork(self.comm, name, describe)
         work.store = store
         with work:

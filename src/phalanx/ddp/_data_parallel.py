@@ -14,8 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partialmethod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ from ._mixed_precision import MixedPrecision, PrecisionPolicy, cast_buffers, res
 from ._module_inspection import ModuleInventory, NamedParameter
 from ._parameter_consistency import assert_same_values, verify_parameters
 from ._reducer import Reducer, backward_callback
-from ._stats import StepStats
+from ._stats import StepStats, logging_data
 from .hooks import allreduce_hook, fp16_compress_hook
 from .hooks._base import check_count
 
@@ -601,17 +600,17 @@ class DistributedDataParallel(Joinable, TorchDDP):
                 yield (name, parameter) if named_params else parameter
 
     def _set_static_graph(self) -> None:
-        self.static_graph = self.reducer.is_static = True
+        self.static_graph = True
+        self.reducer._set_static_graph()
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.close()
 
     def _check_reducer_finalized(self) -> None:
-        if self.reducer.is_running:
-            raise InvalidState("a backward pass of this module has not finished")
+        self.reducer._check_reducer_finalized()
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        """Do nothing: the entries of sparse gradients need no declaration."""
+        self.reducer._set_sparse_metadata(global_unique_ids)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Reduce in another group from now on. Call it between steps, on every rank of it."""
@@ -643,61 +642,27 @@ class DistributedDataParallel(Joinable, TorchDDP):
         """Do nothing: the reducer finds them."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Validate the rate and ignore it: every step is measured."""
-        if sample_rate < 1:
-            raise InvalidArgument(f"sample_rate must be at least 1, got {sample_rate}")
+        self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        steps = self.reducer.stats.steps()
-        data: dict[str, Any] = {
-            "world_size": self._comm.size,
-            "rank": self._comm.rank,
-            "module_name": type(self.module).__name__,
-            "backend_name": self.process_group.name(),
-            "broadcast_buffers": self.forward_sync_buffers,
-            "num_parameter_tensors": len(self.reducer.parameters),
-            "total_parameter_size_bytes": sum(p.nbytes for p in self.reducer.parameters),
-            "bucket_sizes": ", ".join(str(b.nbytes) for b in self.reducer.buckets),
-            "static_graph": self.static_graph,
-            "can_set_static_graph": not self.reducer.graph_ever_changed,
-            "iteration": self.reducer.reduced_passes,
-        }
-        if steps:
-            last = steps[-1]
-            data["avg_forward_compute_time"] = int(last.forward * 1e9)
-            data["avg_backward_compute_time"] = int((last.backward - last.exposed) * 1e9)
-            data["avg_backward_comm_time"] = int(last.exposed * 1e9)
-        return data
+        return logging_data(self)
 
 
-_MIXED_PRECISION = "pass mixed_precision= when you wrap the module"
-_DELAY = "pass delay_all_reduce_named_params= when you wrap the module"
-_JOIN = "use ddp.join() or phalanx.join.Join"
-UNSUPPORTED = {
-    "_ddp_init_helper": "wrap the module again, or call _update_process_group() for another group",
-    "_register_accum_grad_hook": "use register_comm_hook()",
-    "_fire_reducer_autograd_hook": "use register_comm_hook()",
-    "_delayed_all_reduce_hook": _DELAY,
-    "_register_delay_all_reduce_hook": _DELAY,
-    "_root_copy_hook": _MIXED_PRECISION,
-    "_module_wait_for_copy_hook": _MIXED_PRECISION,
-    "_check_global_requires_backward_grad_sync": _JOIN,
-    "_match_all_reduce_for_bwd_pass": _JOIN,
-    "_match_unused_params_allreduce": _JOIN,
-}
-"""Methods that work on the internals of torch's class, and what to use instead."""
-
-
-def _refuse(
-    _: DistributedDataParallel, name: str, instead: str, *_args: Any, **_kwargs: Any
-) -> NoReturn:
-    raise InvalidState(
-        f"{name}() works on internals of torch's DDP that phalanx does not have. Instead, {instead}"
-    )
-
-
-for _name, _instead in UNSUPPORTED.items():
-    setattr(DistributedDataParallel, _name, partialmethod(_refuse, _name, _instead))
+_interop.refuse_methods(
+    DistributedDataParallel,
+    {
+        "_ddp_init_helper": "wrap the module again, or call _update_process_group()",
+        "_register_accum_grad_hook": _interop.USE_COMM_HOOK,
+        "_fire_reducer_autograd_hook": _interop.USE_COMM_HOOK,
+        "_delayed_all_reduce_hook": _interop.USE_DELAY,
+        "_register_delay_all_reduce_hook": _interop.USE_DELAY,
+        "_root_copy_hook": _interop.USE_MIXED_PRECISION,
+        "_module_wait_for_copy_hook": _interop.USE_MIXED_PRECISION,
+        "_check_global_requires_backward_grad_sync": _interop.USE_JOIN,
+        "_match_all_reduce_for_bwd_pass": _interop.USE_JOIN,
+        "_match_unused_params_allreduce": _interop.USE_JOIN,
+    },
+)
 
 
 def _accept_unprefixed_names(

@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from functools import partialmethod
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import InvalidState
 from ._autograd_hooks import find_tensors, is_remote_reference
+
+USE_COMM_HOOK = "use register_comm_hook()"
+USE_DELAY = "pass delay_all_reduce_named_params= when you wrap the module"
+USE_JOIN = "use ddp.join() or phalanx.join.Join"
+USE_MIXED_PRECISION = "pass mixed_precision= when you wrap the module"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -73,6 +79,18 @@ def refuse_compiled_backward() -> None:
             "gradients cannot be reduced under compiled autograd. Set "
             "torch._dynamo.config.compiled_autograd = False"
         )
+
+
+def refuse_methods(owner: type, instead: Mapping[str, str]) -> None:
+    """Define methods of torch's class that raise, by name, with what to do instead."""
+    for name, advice in instead.items():
+        setattr(owner, name, partialmethod(_refuse, name, advice))
+
+
+def _refuse(_: object, name: str, advice: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise InvalidState(
+        f"{name}() works on internals of torch's DDP that phalanx does not have. Instead, {advice}"
+    )
 
 
 def active_module() -> Any:

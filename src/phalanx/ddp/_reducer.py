@@ -26,24 +26,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import Variable
+from torch.futures import Future
 from torch.nn import Parameter
 
-from ..errors import InvalidState
+from ..errors import InvalidArgument, InvalidState
 from ..groups._call_site import warn_user
 from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task, without_graph
 from ._backward_pass import LocalPass, ReducedPass
 from ._buckets import BucketLayout, BucketOptions
-from ._comm_hook import CommHook, hook_name
+from ._comm_hook import CommHook
 from ._communicator import Communicator, broadcast_coalesced, chunk_tensors
 from ._dtensor import as_local_shard
-from ._interop import refuse_compiled_backward
+from ._interop import (
+    USE_COMM_HOOK,
+    USE_JOIN,
+    USE_MIXED_PRECISION,
+    refuse_compiled_backward,
+    refuse_methods,
+)
 from ._mixed_precision import PrecisionPolicy
 from ._optimizer_in_backward import OptimizersInBackward
 from ._parameter_consistency import verify_parameters
 from ._previous_grads import PreviousGrads
 from ._scaling import OVERFLOW_PRONE_DTYPES, Scale, ScaleSelector
 from ._stats import PassTiming, StatsHistory
+from .hooks._base import when_done
 
 
 class ReducerRegistry:
@@ -104,9 +113,15 @@ class Reducer:
         self._check_every = check_every
         self._is_closed = False
         self.graph_ever_changed = False
+        self.unused: list[int] = []
+        """The parameters that got no gradient on this rank in the last reduced pass, by index."""
         self.stats = StatsHistory()
         self.forward_seconds = 0.0
         self.syncs_gradients = True  # whether backward passes are reduced; read when a pass begins
+        self._syncs_next = False
+        """Whether the next pass is reduced in any case, as `prepare_for_backward` demands."""
+        self.error: str | None = None
+        """What the last pass that failed has raised."""
         self._passes = self.reduced_passes = 0
         self._lifetime = PassLifetime()
         self.has_local_grads = False
@@ -169,16 +184,20 @@ class Reducer:
             self.track_trainable_parameters()
         if self.must_record:
             self._start_recording()
-        elif self._order is not None:
-            self._arrange(self._order)
-            self._order = None
-            if self._autograd_hooks.is_recording:
-                self._expect_recorded_order()
-            else:  # the first forward pass had several backward passes
-                self._start_recording()
+        else:
+            self._rebuild_buckets()
 
-    def prepare_for_backward(self, outputs: object) -> None:
-        """Do nothing; torch's pipelines call this. A pass is detected when it begins."""
+    def _rebuild_buckets(self) -> bool:
+        """Arrange the buckets in the order of gradients, if it is new; return whether it was."""
+        if self._order is None or self._in_flight is not None or self._is_closed:
+            return False
+        self._arrange(self._order)
+        self._order = None
+        if self._autograd_hooks.is_recording:
+            self._expect_recorded_order()
+        else:  # the first forward pass had several backward passes
+            self._start_recording()
+        return True
 
     def _start_recording(self) -> None:
         self.must_record = False
@@ -240,7 +259,8 @@ class Reducer:
         else:
             next_node, self._lifetime.holder = outer
             self._end_with_outer_run(next_node)
-        if self.syncs_gradients:
+        is_reduced, self._syncs_next = self.syncs_gradients or self._syncs_next, False
+        if is_reduced:
             self._begin_reduced()
         else:
             self._begin_local()
@@ -318,6 +338,15 @@ class Reducer:
         if self.has_local_grads and self._previous.drop_zeroed():
             self.drop_local_grads()
 
+    @property
+    def order(self) -> list[int]:
+        """The parameters, by index, in the order of the gradients of one rank."""
+        return self._arranged_by if self._order is None else self._order
+
+    @property
+    def has_rebuilt_buckets(self) -> bool:
+        return self._has_agreed_order and self._order is None
+
     def drop_local_grads(self) -> None:
         """Forget local passes: their gradients were zeroed."""
         self._abandon_if_dead()
@@ -352,14 +381,25 @@ class Reducer:
 
     def _on_arrival(self, i: int) -> None:
         if isinstance(self._in_flight, ReducedPass):
-            with without_graph():
-                self._in_flight.arrived(i)
+            try:
+                with without_graph():
+                    self._in_flight.arrived(i)
+            except Exception as error:
+                self._record(error)
+                raise
         self._autograd_hooks.seen.append(i)
 
     def _on_ready(self, piece_index: int) -> None:
         if isinstance(self._in_flight, ReducedPass):
-            with without_graph():
-                self._in_flight.ready(piece_index)
+            try:
+                with without_graph():
+                    self._in_flight.ready(piece_index)
+            except Exception as error:
+                self._record(error)
+                raise
+
+    def _record(self, error: Exception) -> None:
+        self.error = f"{type(error).__name__}: {error}"  # its traceback would keep tensors alive
 
     def _end_all(self) -> None:
         """End the passes of all reducers in this graph task, unless another has done so."""
@@ -371,23 +411,30 @@ class Reducer:
         current, self.graph_task = self._in_flight, None
         self.expects_backward = False
         self._autograd_hooks.rearm()
-        with without_graph():
-            if isinstance(current, LocalPass):
-                current.finish()
-                self._record_local_state()
-            elif current is not None:
-                current.finish()
-            # Not before: if `finish` raises, the next pass must abandon this one.
-            self._in_flight = None
-            if isinstance(current, ReducedPass):
-                self._previous.add()
-                self._update_order(current)
+        try:
+            with without_graph():
+                self._finish(current)
+        except Exception as error:
+            self._record(error)
+            raise
         if isinstance(current, ReducedPass):
             self._complete(current)
+
+    def _finish(self, current: ReducedPass | LocalPass | None) -> None:
+        if current is not None:
+            current.finish()
+        # Not before: if `finish` raises, the next pass must abandon this one.
+        self._in_flight = None
+        if isinstance(current, LocalPass):
+            self._record_local_state()
+        elif current is not None:
+            self._previous.add()
+            self._update_order(current)
 
     def _complete(self, done: ReducedPass) -> None:
         self.has_local_grads = False
         self.graph_ever_changed |= done.graph_changed
+        self.unused = done.unused
         self.weights.clear()
         self._previous.clear()
         self.stats.add(done.timing, self._layout.header.times(), self.buckets)
@@ -438,9 +485,8 @@ class Reducer:
 
     def progress(self) -> list[int]:
         """Return the numbers that must be equal on all ranks before a pass."""
-        order = self._arranged_by if self._order is None else self._order
         flags = int(self._has_agreed_order), int(self.has_shared_backward)
-        return [self._passes, self.reduced_passes, *flags, *order]
+        return [self._passes, self.reduced_passes, *flags, *self.order]
 
     def load_progress(self, progress: Sequence[int]) -> None:
         """Continue with the progress of another rank, after passes that this one skipped."""
@@ -469,6 +515,78 @@ class Reducer:
         self._is_closed = True
         self._autograd_hooks.close()
         self._registry.members.pop(id(self), None)
+
+    # -- the names of torch's reducer ------------------------------------------------------
+
+    prepare_for_forward = prepare
+    _remove_autograd_hooks = close
+
+    def prepare_for_backward(self, *_: object) -> None:
+        """Reduce the next backward pass, wherever its graph comes from, even in `no_sync`.
+
+        Frameworks call this for passes that begin in the middle of forward, or whose forward pass
+        was in `no_sync`. torch's takes the outputs; a pass finds out by itself what it reaches.
+        """
+        self.prepare()
+        self._syncs_next = True
+
+    def _run_allreduce_hook(self, bucket: Any) -> Future[Tensor]:
+        """Start to sum a bucket over the ranks."""
+        buffer = bucket.buffer()
+        return when_done([self.comm.sum(buffer)], lambda: buffer, buffer.device)
+
+    def _run_comm_hook(self, bucket: Any) -> Future[Tensor]:
+        """Start to reduce a bucket with the communication hook, or to sum it if there is none."""
+        if self.hook is None:
+            return self._run_allreduce_hook(bucket)
+        return self.hook.hook(self.hook.state, bucket)
+
+    def _set_static_graph(self) -> None:
+        self.is_static = True
+
+    def _ddp_graph_static(self) -> bool:
+        return not self.graph_ever_changed
+
+    def _check_reducer_finalized(self) -> None:
+        if self.is_running:
+            raise InvalidState("a backward pass of this module has not finished")
+
+    def _reset_state(self) -> None:
+        """Drop a pass that failed, if any."""
+        self._abandon_if_dead()
+
+    def _delay_all_reduce(self) -> None:
+        """Do nothing: when backward returns, its gradients are reduced."""
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Do nothing: the reducer finds them."""
+
+    def _set_sparse_metadata(self, metadata: Any) -> None:
+        """Do nothing: the entries of sparse gradients need no declaration."""
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Do nothing: a rank without data learns the order of gradients from the others."""
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Validate the rate and ignore it: every step is measured."""
+        if sample_rate < 1:
+            raise InvalidArgument(f"sample_rate must be at least 1, got {sample_rate}")
+
+
+refuse_methods(
+    Reducer,
+    {
+        "_autograd_hook": USE_COMM_HOOK,
+        "_get_local_used_map": USE_JOIN,
+        "_get_zeros_like_grad_buckets": USE_JOIN,
+        "_install_post_backward_futures": "use ddp._register_buffer_comm_hook()",
+        "_set_forward_pass_work_handle": USE_JOIN,
+        "_set_mixed_precision_param_dtype": USE_MIXED_PRECISION,
+        "_update_process_group": "use ddp._update_process_group()",
+        "get_backward_stats": "use ddp.stats()",
+        "set_logger": "use ddp._get_ddp_logging_data()",
+    },
+)
 
 
 def backward_callback(reducer: Reducer) -> Callable[[], None]:
@@ -502,7 +620,7 @@ class DistributedAutogradPass:
         self._has_started = reducer.expects_backward = False
         if reducer.hook is not None:
             raise InvalidState(
-                f"communication hook {hook_name(reducer.hook.hook)} cannot reduce the gradients of "
+                f"communication hook {reducer.hook.name} cannot reduce the gradients of "
                 "a distributed autograd context, since they are not in .grad"
             )
         found = torch._C._distributed_autograd.get_gradients(self._context)

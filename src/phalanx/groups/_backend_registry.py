@@ -1,4 +1,4 @@
-"""The registered backends, by name."""
+"""The registered backends, by name: ours, and those that other packages registered with torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import InvalidArgument
 from ._engine import Engine, Traits
-from .backends import auto, fake, gloo, local, nccl, shm
+from .backends import auto, fake, gloo, local, nccl, plugin, shm
 
 
 class ProcessGroupFactory(Protocol):
@@ -49,13 +49,20 @@ def register_backend(name: str, func: ProcessGroupFactory, *, traits: Traits | N
 
 
 def is_registered(name: str) -> bool:
-    return name in _backends
+    return name in _backends or plugin.is_plugin(name)
+
+
+def is_plugin(name: str) -> bool:
+    """Whether only torch knows the backend."""
+    return name not in _backends and plugin.is_plugin(name)
 
 
 def find_backend(name: str) -> Backend:
     try:
         return _backends[name]
     except (KeyError, TypeError):
+        if plugin.is_plugin(name):
+            return Backend(name, plugin.factory(name), plugin.traits(name))
         known = ", ".join(sorted(_backends))
         raise InvalidArgument(
             f"unknown backend {name!r}. Use one of {known}, or add it with register_backend"

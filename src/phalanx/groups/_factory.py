@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 from .._formatting import format_rank_ranges
 from ..errors import InvalidArgument, UnknownOption
 from . import _validation
-from ._backend_registry import Backend, find_backend
+from ._backend_registry import Backend, find_backend, is_plugin
 from ._call_site import user_site
 from ._peers import Roster
 from ._process_group import GroupConfig, ProcessGroup
@@ -255,6 +255,8 @@ def form_group(
     """
     backend = find_backend(config.backend)
     size = len(global_ranks)
+    if is_plugin(config.backend):
+        config = replace(config, options={**config.options, "global_ranks": list(global_ranks)})
     if not backend.traits.needs_store:
         return _form_without_store(config, backend, rank, label, global_ranks, **names)
     if store is None:

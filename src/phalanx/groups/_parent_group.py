@@ -20,7 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _resolve_process_group
 
 from ..errors import InvalidState, InvalidType
-from ._backend_registry import find_backend, is_registered
+from ._backend_registry import find_backend, is_plugin, is_registered
 from ._call_site import user_site
 from ._current_group import default_group
 from ._factory import derive_config, form_group, new_group, split_group
@@ -48,6 +48,8 @@ class GroupOptions:
 
     def applied_to(self, config: GroupConfig) -> GroupConfig:
         options = dict(self.options)
+        if self.torch_options is not None and is_plugin(self.backend or config.backend):
+            options["pg_options"] = self.torch_options
         return derive_config(config, backend=self.backend, options=options, timeout=self.timeout)
 
 
@@ -87,6 +89,10 @@ class PhalanxParent(_Parent):
         super().__init__(group, label=group.label, store=group.get_group_store())
         self._ours = group
         self.global_ranks: Sequence[int] = group.global_ranks
+
+    @property
+    def ranks_are_threads(self) -> bool:
+        return find_backend(self._ours.backend).traits.ranks_are_threads
 
     def takes(self, device_type: str) -> bool:
         """Whether the group itself can serve as the subgroup of all its ranks."""
@@ -131,12 +137,16 @@ class TorchParent(_Parent):
     def global_ranks(self) -> Sequence[int]:
         return dist.get_process_group_ranks(self.group)
 
+    @property
+    def ranks_are_threads(self) -> bool:
+        return "threaded" in dist.get_backend(self.group)  # the backend of torch's own tests
+
     def takes(self, device_type: str) -> bool:
         return self._is_fake or device_type in self._backends()
 
     def check(self, options: GroupOptions) -> None:
         backend = options.backend
-        if backend is None or options.torch_options is not None:
+        if backend is None or (options.torch_options is not None and not is_plugin(backend)):
             return
         if is_registered(backend):
             options.applied_to(self._config(backend, "cpu"))
@@ -155,7 +165,8 @@ class TorchParent(_Parent):
         everyone = self.global_ranks  # a property that lists all ranks
         members = [everyone[each] for each in ranks]
         store = None if self._store is None else clone_connection(self._store)
-        if options.torch_options is None and is_registered(backend):
+        has_options = options.torch_options is not None  # and our own backends take none
+        if store is not None if is_plugin(backend) else is_registered(backend) and not has_options:
             config = options.applied_to(self._config(backend, device_type))
             return form_group(
                 config,

@@ -69,6 +69,9 @@ def add_to_torch_tables(group: ProcessGroup) -> c10d.GroupName:
     c10d._world.pg_group_ranks[group] = {
         global_rank: rank for rank, global_rank in enumerate(group.global_ranks)
     }
+    tag = f"ptd:{name}"  # by which functional collectives find a group of given ranks
+    c10d._world.pg_to_tag[group] = tag
+    c10d._world.tags_to_pg[tag] = [group]
     return name
 
 
@@ -101,7 +104,9 @@ def unregister_group(group: ProcessGroup) -> None:
         used = {number for number in used if _numbered(requested, number) != group.group_name}
         if used:
             _numbers[requested] = used
-    for table in (c10d._world.pg_names, c10d._world.pg_map, c10d._world.pg_group_ranks):
+    world = c10d._world
+    world.tags_to_pg.pop(world.pg_to_tag.get(group, ""), None)
+    for table in (world.pg_names, world.pg_map, world.pg_group_ranks, world.pg_to_tag):
         table.pop(group, None)
 
 

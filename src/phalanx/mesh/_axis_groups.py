@@ -237,6 +237,7 @@ class AxisGroups:
         with self._lock:
             if generation == self.generation:
                 mesh._groups[axis] = group
+                mesh._root_state.groups_by_name[group.group_name] = group
                 self._caches[id(mesh)] = mesh
 
     def get_or_form(
@@ -288,7 +289,9 @@ class AxisGroups:
             groups, self._groups = self._groups, {}
             self.generation += 1
             for mesh in list(self._caches.values()):
-                mesh._groups.clear()  # the last reference ends an engine's threads and memory
+                # The last reference ends an engine's threads and memory.
+                mesh._groups.clear()
+                mesh._root_state.groups_by_name.clear()
         for future in groups.values():
             if future.exception() is None:
                 end_group(future.result())

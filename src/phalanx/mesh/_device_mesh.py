@@ -7,9 +7,12 @@ group. A mesh stores a layout and a `RootState`, which all meshes derived from o
 No constructor communicates, except that `init_device_mesh` forms the base group where there is
 none. Groups of axes are formed by `get_group`, by the members of that group only.
 
-Code that compares exact types or meshes (compiled DTensor programs) needs a mesh of torch's own
-class, which `to_torch` gives our layout and groups, so no group is formed twice. Meshes of one root
-stay meshes of one root, since torch compares roots.
+While torch's compiler traces, an object with the attributes of torch's class stands for a mesh; it
+passes for one, but lacks what is ours (`_without_proxy`).
+
+Code that compares exact types needs a mesh of torch's own class, which `to_torch` gives our layout
+and groups, so no group is formed twice. Meshes of one root stay meshes of one root, since torch
+compares roots.
 
 Slices, flattened, unflattened and concatenated meshes are layout arithmetic: they form no group,
 do not communicate, and cost the same for any number of ranks. Where axes have no names, they raise
@@ -21,7 +24,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import ModuleType
@@ -159,8 +162,6 @@ class DeviceMesh(TorchMesh):
     # Inherited, since they read only what this class sets: device_type, mesh_dim_names, ndim,
     # shape, get_coordinate and get_all_groups.
 
-    _thread_id = None
-
     def __init__(
         self,
         device_type: str,
@@ -208,6 +209,7 @@ class DeviceMesh(TorchMesh):
     ) -> None:
         self._root_state = state
         self._root_mesh: DeviceMesh | None = state.root  # None in the root itself
+        self._thread_id = state.thread_id
         self._device_type = state.device_type
         self._rank = state.rank
         self._flatten_mapping: dict[str, DeviceMesh] = state.flattened  # type: ignore[assignment]
@@ -300,6 +302,12 @@ class DeviceMesh(TorchMesh):
 
         No other rank takes part. Meshes whose axes have the same ranks and options share a group.
         """
+        if torch.compiler.is_compiling():
+            # The compiler traces this call, and lets it read what torch's own mesh has.
+            return TorchMesh.get_group(self, mesh_dim)
+        return self._get_or_form_group(mesh_dim)
+
+    def _get_or_form_group(self, mesh_dim: int | str | None) -> dist.ProcessGroup:
         known = self._groups.get(mesh_dim)
         if known is not None:
             return known
@@ -307,7 +315,7 @@ class DeviceMesh(TorchMesh):
         generation = groups.generation
         flattened = self._flattened(mesh_dim)
         if flattened is not None:
-            group = flattened.get_group()
+            group = flattened._get_or_form_group(None)
         else:
             axis = self._require_single_axis("get_group") if mesh_dim is None else mesh_dim
             number = self._axis_number(axis)
@@ -319,7 +327,6 @@ class DeviceMesh(TorchMesh):
                 desc=f"mesh_{names[number]}" if names else f"mesh_dim_{number}",
             )
         groups.cache_in(self, mesh_dim, group, generation=generation)
-        self._pg_registry[group.group_name] = group
         return group
 
     def _flattened(self, mesh_dim: int | str | None) -> DeviceMesh | None:
@@ -511,7 +518,8 @@ class DeviceMesh(TorchMesh):
     @staticmethod
     def concatenate(device_mesh_list: list[DeviceMesh]) -> DeviceMesh:
         """Return a mesh with the axes of several meshes of one root, in this order."""
-        meshes = as_tuple(device_mesh_list, "device_mesh_list", "a list of meshes", DeviceMesh)
+        given = as_tuple(device_mesh_list, "device_mesh_list", "a list of meshes", DeviceMesh)
+        meshes: list[DeviceMesh] = [_without_proxy(mesh) for mesh in given]
         if not meshes:
             raise UnknownAxis("concatenate needs at least one mesh")
         axes: list[_Axis] = []
@@ -579,6 +587,9 @@ class DeviceMesh(TorchMesh):
     # -- identity, pickling, context -------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        other = _without_proxy(other)
         return self is other or (
             isinstance(other, DeviceMesh)
             and self._mesh_dim_names == other._mesh_dim_names
@@ -728,7 +739,7 @@ class DeviceMesh(TorchMesh):
         return list(names) if is_complete or torch.compiler.is_compiling() else names
 
     @property
-    def _pg_registry(self) -> MutableMapping[str, dist.ProcessGroup]:  # type: ignore[override]
+    def _pg_registry(self) -> dict[str, dist.ProcessGroup]:  # type: ignore[override]
         return self._root_state.groups_by_name
 
     @property
@@ -768,7 +779,7 @@ class _AxisGroupNames(Sequence[GroupName]):
 
     def __getitem__(self, axis: Any) -> Any:
         number = range(len(self))[axis]  # raises IndexError
-        return GroupName(self._mesh.get_group(number).group_name)
+        return GroupName(self._mesh._get_or_form_group(number).group_name)
 
 
 def init_device_mesh(
@@ -793,6 +804,12 @@ def init_device_mesh(
         group=group,
         _shape=check_shape(mesh_shape),
     )
+
+
+def _without_proxy(mesh: Any) -> Any:
+    """Return the mesh behind the object that stands for it while torch's compiler traces."""
+    # It passes for a mesh, but has only the attributes that torch's own mesh has.
+    return mesh if type(mesh) is DeviceMesh else getattr(mesh, "real_obj", mesh)
 
 
 def _check_overlap(names: Sequence[str], axes: Sequence[_Axis], *, where: str) -> None:

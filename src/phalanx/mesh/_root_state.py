@@ -5,9 +5,9 @@ It is separate from `DeviceMesh`, which is a view of it: a layout, names and opt
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -55,14 +55,17 @@ class RootState:
         self.rank = own_rank
         self.position = ranks.index(own_rank) if own_rank in ranks else None
         self.base = base
+        is_thread = base is not None and base.ranks_are_threads
+        self.thread_id = threading.get_ident() if is_thread else None
+        """The thread that is this rank, where ranks are threads."""
         self.base_global_ranks = base_global_ranks
         self.is_registered = is_registered
         self.groups = AxisGroups() if base is None else axis_groups_of(base.group)
         # Not shared with other roots: a member that was not given the group would form one and
         # wait for the others.
         self.provided_groups = {} if provided_groups is None else provided_groups
-        # Groups that were read, for torch's compiler. Weak, since a shutdown drops groups.
-        self.groups_by_name: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
+        # The groups in the caches of meshes, for torch's compiler, which can trace only a dict.
+        self.groups_by_name: dict[str, dist.ProcessGroup] = {}
         self.flattened: dict[str, DeviceMesh] = {}
         self.unflattened: dict[str, set[FlatLayout]] = {}
         """Axes made by unflatten, by name. A flattened axis must have another name."""

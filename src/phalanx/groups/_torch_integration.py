@@ -58,6 +58,10 @@ def add_to_torch_tables(group: ProcessGroup) -> c10d.GroupName:
         _numbers.setdefault(requested, set()).add(number)
     c10d._world.pg_names[group] = name
     c10d._world.pg_map[group] = (group.backend, cast("c10d_ext.Store", group.get_group_store()))
+    # torch's profiler asks for it when it starts.
+    c10d._world.pg_backend_config[group] = ",".join(
+        f"{device}:{group.backend}" for device in sorted(group.devices)
+    )
     c10d._world.pg_group_ranks[group] = {
         global_rank: rank for rank, global_rank in enumerate(group.global_ranks)
     }
@@ -97,7 +101,8 @@ def unregister_group(group: ProcessGroup) -> None:
         used = {number for number in used if _numbered(requested, number) != group.group_name}
         if used:
             _numbers[requested] = used
-    for table in (c10d._world.pg_names, c10d._world.pg_map, c10d._world.pg_group_ranks):
+    world = c10d._world
+    for table in (world.pg_names, world.pg_map, world.pg_backend_config, world.pg_group_ranks):
         table.pop(group, None)
 
 

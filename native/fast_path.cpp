@@ -101,7 +101,7 @@ Engine::Issued assign_sequence_and_issue(FastPath* self, Request&& request, Fast
 PyObject* make_call(FastPath* self, PyObject* operation, PyObject* tensor, ReduceOp op) {
   const bool eligible = self->engine != nullptr && self->forks_at_creation == forks() &&
                         PyDict_GET_SIZE(self->in_flight) <= runtime.max_in_flight &&
-                        !has_fault_points();
+                        !has_fault_points() && !has_profiler();
   if (!eligible || (tensor != nullptr && !is_plain_tensor(tensor))) return nullptr;
   const nb::object call = new_call(operation);
   Request request;
@@ -275,8 +275,9 @@ PyType_Spec spec{"phalanx.native._engine.FastPath", sizeof(FastPath), 0,
 
 // Sets what all groups share. Returns false if torch lacks a compatible DLPack exchange table.
 bool configure(nb::type_object call, nb::type_object recorder, nb::dict files, nb::object user_frame,
-             nb::dict fault_points, nb::object work, nb::tuple tensors, nb::object strided,
-             nb::tuple dtypes, nb::capsule exchange, Py_ssize_t max_in_flight) {
+             nb::dict fault_points, nb::dict profiler_flags, nb::str profiler_flag, nb::object work,
+             nb::tuple tensors, nb::object strided, nb::tuple dtypes, nb::capsule exchange,
+             Py_ssize_t max_in_flight) {
   const auto* table = static_cast<const DlExchangeApi*>(exchange.data("dlpack_exchange_api"));
   while (table != nullptr && table->major > 1) table = table->older;
   if (table == nullptr || table->major != 1 || table->inspect == nullptr) return false;
@@ -301,6 +302,8 @@ bool configure(nb::type_object call, nb::type_object recorder, nb::dict files, n
   runtime.files = files.release().ptr();
   runtime.user_frame = user_frame.release().ptr();
   runtime.fault_points = fault_points.release().ptr();
+  runtime.profiler_flags = profiler_flags.release().ptr();
+  runtime.profiler_flag = profiler_flag.release().ptr();
   runtime.work_type = work.release().ptr();
   runtime.tensor_types = tensors.release().ptr();
   runtime.strided = strided.release().ptr();
@@ -341,6 +344,10 @@ bool has_fault_points() {
   return handlers == nullptr || PyTuple_GET_SIZE(handlers) != 0;
 }
 
+bool has_profiler() {
+  return PyDict_GetItemWithError(runtime.profiler_flags, runtime.profiler_flag) != Py_False;
+}
+
 double monotonic_seconds() { return static_cast<double>(now_ns()) / 1e9; }
 
 int forks() { return forked.load(std::memory_order_relaxed); }
@@ -348,8 +355,8 @@ int forks() { return forked.load(std::memory_order_relaxed); }
 void register_fast_path(nb::module_& module) {
   module.attr("FastPath") = nb::steal(PyType_FromSpec(&spec));
   module.def("configure_fast_path", &configure, nb::kw_only(), "call"_a, "recorder"_a, "files"_a,
-             "user_frame"_a, "fault_points"_a, "work"_a, "tensors"_a, "strided"_a, "dtypes"_a,
-             "exchange"_a, "max_in_flight"_a);
+             "user_frame"_a, "fault_points"_a, "profiler_flags"_a, "profiler_flag"_a, "work"_a,
+             "tensors"_a, "strided"_a, "dtypes"_a, "exchange"_a, "max_in_flight"_a);
 }
 
 }  // namespace phalanx

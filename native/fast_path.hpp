@@ -49,6 +49,8 @@ struct Runtime {
   PyObject* files = nullptr;           // a dictionary of file names: whether the file is internal
   PyObject* user_frame = nullptr;      // a function that finds the user's frame
   PyObject* fault_points = nullptr;    // the dictionary of that module
+  PyObject* profiler_flags = nullptr;  // a dictionary
+  PyObject* profiler_flag = nullptr;   // the key that tells whether a profiler runs
   PyObject* work_type = nullptr;
   PyObject* tensor_types = nullptr;    // a tuple of the classes of plain tensors
   PyObject* strided = nullptr;
@@ -67,6 +69,9 @@ bool read_tensor(PyObject* tensor, DlTensor& result);
 
 // Whether tests have armed fault points, which are on the slow path.
 bool has_fault_points();
+
+// Whether torch's profiler runs, for which the slow path records calls.
+bool has_profiler();
 
 double monotonic_seconds();  // the clock of `time.monotonic`
 

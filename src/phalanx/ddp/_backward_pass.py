@@ -33,6 +33,7 @@ from torch.nn import Parameter
 
 from .._formatting import format_ranks
 from ..errors import GroupError, HookError, InvalidState, RankMismatch
+from ..groups import _profiler
 from ._buckets import Bucket, BucketLayout, BucketPiece, Gradients, count_missing, scale_gradient
 from ._comm_hook import CommHook, GradBucket, HookWork
 from ._communicator import AnyWork, Communicator
@@ -242,7 +243,8 @@ class ReducedPass:
             self._own.update(zip(piece.members, own, strict=True))
         if not self._scale.uses_new_gradients:
             new = [None] * len(new)
-        is_native = bucket.gather(piece, new, previous, self._scale.factor)
+        with _profiler.record("DistributedDataParallel.copy_grads_to_bucket"):
+            is_native = bucket.gather(piece, new, previous, self._scale.factor)
         if not is_native and self._layout.has_changed(piece.members):
             # Reduce in the dtype of the bucket once more; the next forward pass makes new buckets.
             self._layout.grad_is_view = self._assigns_early = False
@@ -380,7 +382,8 @@ class ReducedPass:
         """Wait for all buckets; step their optimizers, unless the header can change gradients."""
         for bucket, work in zip(self._buckets, self._works, strict=True):
             try:
-                work.wait()
+                with _profiler.record("DistributedDataParallel.wait_for_bucket"):
+                    work.wait()
             except GroupError as error:
                 self._add_notes(error, bucket)
                 raise

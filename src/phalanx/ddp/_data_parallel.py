@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType, MisuseError
+from ..groups import _profiler
 from ..groups._call_site import warn_user
 from ..join import Join, Joinable, JoinHook, _JoinConfig
 from . import _config, _interop, _join_hook
@@ -253,8 +254,9 @@ class DistributedDataParallel(Joinable, TorchDDP):
         """Run the module on this rank's inputs; the backward pass from its outputs is reduced."""
         _interop.exclude_package_from_compiler()
         began = time.perf_counter()
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        output = self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        with _profiler.record("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
         self.reducer.forward_seconds += time.perf_counter() - began
         return output
 
@@ -434,7 +436,8 @@ class DistributedDataParallel(Joinable, TorchDDP):
             self._sync_module_buffers(min(self._comm.members()))  # 0, unless it has left
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self._buffer_sync.sync(authoritative_rank)
+        with _profiler.record("DistributedDataParallel.sync_buffers"):
+            self._buffer_sync.sync(authoritative_rank)
 
     def _default_broadcast_coalesced(
         self,

@@ -32,6 +32,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from ..errors import InvalidArgument, InvalidState
+from ..groups import _profiler
 from ..groups._call_site import warn_user
 from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task, without_graph
 from ._backward_pass import LocalPass, ReducedPass
@@ -405,7 +406,8 @@ class Reducer:
         """End the passes of all reducers in this graph task, unless another has done so."""
         if self.graph_task is not None:
             for reducer in self._registry.participants(self):
-                reducer.end()
+                with _profiler.record("DistributedDataParallel.finish_backward"):
+                    reducer.end()
 
     def end(self) -> None:
         current, self.graph_task = self._in_flight, None

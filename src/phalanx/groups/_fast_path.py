@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import _faultpoints as faultpoints
 from .. import native
-from . import _call_site
+from . import _call_site, _profiler
 from ._engine import Engine
 from ._failure_detector import PRUNE_IN_FLIGHT_ABOVE, FailureDetector
 from ._flight_recorder import Call, FlightRecorder
@@ -80,6 +80,8 @@ def configure_fast_path() -> bool:
         files=_call_site.known_files,
         user_frame=_call_site.user_frame,
         fault_points=vars(faultpoints),
+        profiler_flags=_profiler.flags,
+        profiler_flag=_profiler.ENABLED,
         work=Work,
         tensors=(Tensor, torch.nn.Parameter),
         strided=torch.strided,

@@ -20,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Backend
 
 from .. import _faultpoints as faultpoints
 from .._formatting import first_line
@@ -36,6 +37,7 @@ from ._engine import ClosedEngine, Engine, RankCall, RawWork, TrackedEngine, is_
 from ._failure_detector import FailureDetector, mismatch_failure
 from ._fast_path import make_fast_path
 from ._flight_recorder import Call, FlightRecorder
+from ._profiler import ENABLED, CallRange, flags
 from ._reductions import plain_op
 from ._status_store import Failure
 from ._work import Work
@@ -72,11 +74,14 @@ class Issuer:
     checks_before_call: bool = field(init=False)
     """Whether a consistency check precedes every call; see `Traits.detects_mismatch`."""
     fast_path: FastPath | None = field(init=False)
+    records_ranges: bool = field(init=False)
+    """Whether calls are recorded in torch's profiler here; torch's engines do it themselves."""
     _started_works: list[RawWork | None] = field(init=False, default_factory=list)
     """Handles of the parts of a call that the engine has started, until the `Work` has them."""
 
     def __post_init__(self) -> None:
         self.can_leave_alone = hasattr(self.engine, "leave")
+        self.records_ranges = not isinstance(self.engine, Backend)
         self.use_engine(self.engine, None)
         self.fast_path = make_fast_path(self)
 
@@ -190,8 +195,7 @@ class Issuer:
         """
         seconds = self.timeout
         transfer = opts is None
-        if not transfer:
-            timeout = opts.timeout
+        timeout = timeout if transfer else opts.timeout
         if timeout is not None and timeout.days >= 0:  # torch passes -1 ms for "not given"
             seconds = _validation.as_seconds(timeout)
         if faultpoints.armed:
@@ -210,6 +214,9 @@ class Issuer:
                 work.peer = peer
                 if finish is not None:
                     work.finish = finish
+                if flags[ENABLED] and self.records_ranges:
+                    work.profiler_range = CallRange(self.backend, operation, tensors, opts)
+                    method = partial(work.profiler_range.start, tensors, method)
                 if self.checks_before_call and not transfer:
                     self._check_consistency(engine, call, seconds, opts, uneven=uneven)
                 is_checked = True

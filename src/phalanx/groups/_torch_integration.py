@@ -66,6 +66,10 @@ def add_to_torch_tables(group: ProcessGroup) -> c10d.GroupName:
         _numbers.setdefault(requested, set()).add(number)
     c10d._world.pg_names[group] = name
     c10d._world.pg_map[group] = (group.backend, cast("c10d_ext.Store", group.get_group_store()))
+    # torch's profiler asks for it when it starts.
+    c10d._world.pg_backend_config[group] = ",".join(
+        f"{device}:{group.backend}" for device in sorted(group.devices)
+    )
     c10d._world.pg_group_ranks[group] = {
         global_rank: rank for rank, global_rank in enumerate(group.global_ranks)
     }
@@ -106,7 +110,8 @@ def unregister_group(group: ProcessGroup) -> None:
             _numbers[requested] = used
     world = c10d._world
     world.tags_to_pg.pop(world.pg_to_tag.get(group, ""), None)
-    for table in (world.pg_names, world.pg_map, world.pg_group_ranks, world.pg_to_tag):
+    names, configs = world.pg_names, world.pg_backend_config
+    for table in (names, configs, world.pg_map, world.pg_group_ranks, world.pg_to_tag):
         table.pop(group, None)
 
 

@@ -27,6 +27,7 @@ from ..errors import GroupError, PeerLost
 from ._engine import NO_TIMEOUT, CallFailed, RawWork, ReceiveBufferExhausted, peer_left
 from ._failure_detector import FailureDetector, PendingCall, Reports
 from ._flight_recorder import Call
+from ._profiler import CallRange
 from ._status_store import Failure
 
 
@@ -65,6 +66,8 @@ class Work(dist.Work, PendingCall):
     """Completes the result, once, before anyone sees it."""
     is_gathered = False
     """Whether the outputs are one tensor per rank."""
+    profiler_range: CallRange | None = None
+    """Set if a profiler runs when the call is made."""
 
     # Class attributes are defaults that most works keep: setting them would cost every call.
     _settled = False
@@ -97,8 +100,13 @@ class Work(dist.Work, PendingCall):
         """
         if self._settled:
             return True
-        self.await_engine(timeout)
-        self._settle()
+        waiting = None if self.profiler_range is None else self.profiler_range.begin_wait()
+        try:
+            self.await_engine(timeout)
+            self._settle()
+        finally:
+            if waiting is not None:
+                waiting.__exit__(None, None, None)
         return True
 
     def await_engine(self, timeout: timedelta = NO_TIMEOUT) -> None:

@@ -188,6 +188,8 @@ def configure_fast_path(
     files: dict[str, bool],
     user_frame: Any,
     fault_points: dict[str, Any],
+    profiler_flags: dict[str, Any],
+    profiler_flag: str,
     work: type[Work],
     tensors: tuple[type[Tensor], ...],
     strided: object,

@@ -25,6 +25,7 @@ from .whole import (
     mlp,
     on_pairs,
     operations,
+    over_cases,
     seeded,
     share,
     squares,
@@ -304,7 +305,7 @@ def test_logging_data_of_flags_and_hooks(group):
     assert (data["static_graph"], data["comm_hook"]) == (1, "allreduce_hook")
 
 
-@on_pairs
+@over_cases("local-2", "shm-2", reuse=False)
 def test_logging_data_has_the_error_of_a_failed_pass(group):
     ddp = DDP(mlp(), process_group=group)
 

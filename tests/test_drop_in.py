@@ -1,6 +1,8 @@
 """Drop-in: what is replaced in a program for torch, and that nothing is when the switch is off."""
 
 import inspect
+import io
+import operator
 import os
 import subprocess
 import sys
@@ -40,6 +42,12 @@ on_cpus = pytest.mark.skipif(find_accelerator() is not None, reason="replaces on
 )
 def test_a_cpu_backend_becomes_auto(asked, replaced):
     assert replace_backend(asked) == replaced
+
+
+@pytest.mark.parametrize("asked", ["cpu:gloo,foo", "cpu:gloo,cpu:gloo", "cpu:gloo,"])
+def test_an_invalid_backend_stays_invalid(asked):
+    with pytest.raises(ValueError, match=r"Invalid device|Duplicate device"):
+        dist.distributed_c10d.BackendConfig(replace_backend(asked))
 
 
 @pytest.mark.parametrize("asked", ["nccl", "shm", "ucc", "fake", "cuda:nccl", "cpu:ucc", "a:b:c"])
@@ -107,6 +115,23 @@ def test_a_program_may_assign_the_name_itself():
     assert module.Name == "mine"
     del module.Name
     assert not hasattr(module, "Name")
+
+
+@pytest.mark.parametrize("restored", ["theirs", "ours"])
+def test_a_name_that_the_program_restores_is_replaced_again(restored):
+    module = replaced_name("ours")
+    module.Name = "mine"
+    module.Name = restored  # mock.patch has read the module's own name, others ours
+    assert module.Name == "ours"
+    assert read_as("torch", module) == "theirs"
+
+
+def test_code_without_a_frame_sees_the_replacement_whoever_calls_it():
+    """As guards of compiled code do, which torch may call."""
+    scope = {"__name__": "torch.nn", "read": operator.attrgetter("Name")}
+    scope["module"] = replaced_name("ours")
+    exec("value = read(module)", scope)  # noqa: S102
+    assert scope["value"] == "ours"
 
 
 # -- the entry point ---------------------------------------------------------------------------
@@ -217,6 +242,16 @@ def test_a_broken_installation_does_not_break_torch(tmp_path, failure):
     assert done.stderr.count("phalanx drop-in: nothing replaced (") == 1
 
 
+def test_an_error_that_cannot_be_printed_does_not_break_torch(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    monkeypatch.setitem(sys.modules, "phalanx._drop_in", None)  # so that the import fails
+    monkeypatch.setenv("PHALANX_DROP_IN", "1")
+    monkeypatch.setenv("RANK", "0")
+    phalanx_autoload.load()
+
+
 # -- whole programs ----------------------------------------------------------------------------
 
 NAMES = """
@@ -265,6 +300,22 @@ NAMES = """
     compiled = torch.compile(model, backend="eager")
     compiled(torch.ones(3, 2)).sum().backward()
     assert model.module.bias.grad.item() == 3
+    try:
+        dist.init_process_group()
+    except ValueError as error:
+        assert "twice" in str(error)
+    assert dist.get_backend() == "gloo"
+
+    class Asks(torch.nn.Module):
+        def forward(self, x):
+            return x + (10 if type(model) is torch.nn.parallel.DistributedDataParallel else 0)
+
+    asks = Asks()
+    asks.compile(backend="eager")
+    assert torch.nn.Sequential(asks)(torch.ones(1)).item() == 11  # guards run in a frame of torch
+    dist.destroy_process_group()
+    dist.init_process_group("auto", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_backend() == "auto"
     dist.destroy_process_group()
 
     dist.init_device_mesh("cpu", (1,))  # which creates the default group, in a module of torch
@@ -308,3 +359,56 @@ def test_what_cannot_be_replaced_runs_as_before_and_says_why(accelerator, backen
     (line,) = [each for each in done.stderr.splitlines() if "drop-in" in each]
     assert line.startswith(f"phalanx drop-in: backend {backend} kept ({reason}); ")
     assert f"DistributedDataParallel {ddp}" in line
+
+
+SAVES = """
+    import pickle, sys
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    class Mine(DDP):
+        pass
+    torch.save(DDP(torch.nn.Linear(2, 1)), "whole.pt")
+    torch.save(Mine(torch.nn.Linear(2, 1)), "mine.pt")
+    with open("whole.pickle", "wb") as file:
+        pickle.dump(DDP(torch.nn.Linear(2, 1)), file)
+"""
+LOADS = """
+    import pickle
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from phalanx.errors import InvalidState
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    class Mine(DDP):
+        pass
+    whole = torch.load("whole.pt", weights_only=False)
+    assert type(whole).__module__ == "torch.nn.parallel.distributed", type(whole)
+    with open("again.pickle", "wb") as file:
+        pickle.dump(whole, file)
+    with open("again.pickle", "rb") as file:
+        assert type(pickle.load(file)) is type(whole)
+    for load in (lambda: torch.load("mine.pt", weights_only=False),
+                 lambda: pickle.load(open("whole.pickle", "rb"))):
+        try:
+            load()
+        except InvalidState as error:
+            assert "was pickled with torch's DistributedDataParallel" in str(error)
+        else:
+            raise AssertionError("no error")
+"""
+LOADS_AGAIN = """
+    import pickle, sys
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with open("again.pickle", "rb") as file:
+        print(type(pickle.load(file)).__module__, "phalanx" in sys.modules)
+"""
+
+
+@on_cpus
+@pytest.mark.slow
+def test_whole_modules_that_torchs_class_pickled(tmp_path):
+    for source, switch in [(SAVES, "0"), (LOADS, "1"), (LOADS_AGAIN, "0")]:
+        done = python(source, env={"PHALANX_DROP_IN": switch}, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "torch.nn.parallel.distributed False\n"

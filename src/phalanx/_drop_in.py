@@ -7,7 +7,7 @@ before any other module can import names of torch. Three names change:
 - ``get_backend`` returns the backend that the program asked for, since programs compare it;
 - ``torch.nn.parallel.DistributedDataParallel`` is ours. It is looked up on first use, so that
   ``import torch`` stays cheap. torch's own modules and ours keep torch's class, from which ours
-  derives: the compiler and `isinstance` checks in torch work as before.
+  derives: `isinstance` checks in torch work as before. So do picklers, which find it by name.
 
 ``new_group(backend="gloo")`` is unchanged: it makes a Gloo group beside the default group.
 
@@ -18,13 +18,17 @@ was, is printed once, on rank 0.
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial, wraps
-from types import ModuleType
+from importlib import import_module
+from opcode import opname
+from operator import getitem
+from types import FrameType, ModuleType
 from typing import Any
 
 from .env import find_accelerator, is_drop_in
@@ -34,7 +38,9 @@ BACKEND = "auto"
 REPLACED_BACKENDS = ("gloo", "mpi")
 DDP = "DistributedDataParallel"
 _REGISTRY = "torch.distributed.distributed_c10d"
-_DDP_MODULES = ("torch.nn.parallel", "torch.nn.parallel.distributed")
+_DDP_HOME = "torch.nn.parallel.distributed"
+_DDP_MODULES = ("torch.nn.parallel", _DDP_HOME)
+_PICKLERS = ("pickle", "torch.serialization")
 _UNDEFINED = "undefined"  # torch's name of an omitted backend
 
 
@@ -50,9 +56,10 @@ def replace_backend(backend: str | None) -> str:
     name = _UNDEFINED if backend is None else str(backend).lower()
     if name in (_UNDEFINED, *REPLACED_BACKENDS):
         return BACKEND
-    parts = dict(part.split(":") for part in name.split(",") if part.count(":") == 1)
-    if parts.get("cpu") in REPLACED_BACKENDS:
-        return ",".join(f"{key}:{value}" for key, value in {**parts, "cpu": BACKEND}.items())
+    replaced = {f"cpu:{each}": f"cpu:{BACKEND}" for each in REPLACED_BACKENDS}
+    parts = name.split(",")
+    if replaced.keys() & {*parts}:
+        return ",".join(replaced.get(part, part) for part in parts)
     raise Unreplaceable(f"backend {name!r} is not gloo, mpi or omitted")
 
 
@@ -107,6 +114,7 @@ class _DropIn:
         for module in (sys.modules[each] for each in _DDP_MODULES):
             # A data descriptor of the class precedes the module's own names.
             module.__class__ = type("DropInModule", (type(module),), {DDP: name})
+        copyreg.pickle(vars(sys.modules[_DDP_HOME])[DDP], _reduce_kept)
 
     def _init_process_group(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         try:
@@ -120,11 +128,17 @@ class _DropIn:
             self._register_backend()
         except Unreplaceable as reason:
             original(*args, **kwargs)
+            self._asked = {}
             self._report(f"backend {asked or 'of the default group'} kept ({reason})")
             return None
         call.arguments["backend"] = replaced
-        self._asked[replaced] = asked or _UNDEFINED
-        original(*call.args, **call.kwargs)
+        # Before the call, in which torch reads it.
+        previous, self._asked = self._asked, {replaced: asked or _UNDEFINED}
+        try:
+            original(*call.args, **call.kwargs)
+        except BaseException:
+            self._asked = previous  # there may be a default group already
+            raise
         engine = getattr(self._c10d._get_default_group(), "backend", "unknown")
         self._report(f"backend {asked or '(omitted)'} -> {replaced} ({engine})")
         return None
@@ -175,14 +189,15 @@ class _ReplacedName:
     def __init__(self, name: str, find: Callable[[], object | None]) -> None:
         self._name = name
         self._find = find
+        self._originals: dict[str, object] = {}
+        """By module in which the program has assigned or deleted the name: torch's value."""
         self._assigned: set[str] = set()
-        """Modules in which the program itself has replaced the name."""
 
     def __get__(self, module: ModuleType | None, owner: type) -> object:
         if module is None:
             return self
         found = None
-        if module.__name__ not in self._assigned and _importer() not in ("torch", "phalanx"):
+        if module.__name__ not in self._assigned and _sees_replaced(sys._getframe(1)):
             found = self._find()
         try:
             return vars(module)[self._name] if found is None else found
@@ -191,21 +206,59 @@ class _ReplacedName:
             raise AttributeError(message) from None
 
     def __set__(self, module: ModuleType, value: object) -> None:
-        self._assigned.add(module.__name__)
+        original = self._keep_original(module)
+        if value is original or value is self._find():
+            # The program restores what it replaced for a while, as `mock.patch` does.
+            self._assigned.discard(module.__name__)
+            value = original
         vars(module)[self._name] = value
 
     def __delete__(self, module: ModuleType) -> None:
-        self._assigned.add(module.__name__)
+        self._keep_original(module)
         del vars(module)[self._name]
 
+    def _keep_original(self, module: ModuleType) -> object:
+        self._assigned.add(module.__name__)
+        return self._originals.setdefault(module.__name__, vars(module).get(self._name))
 
-def _importer() -> str:
-    """Return the top-level package of the code that reads an attribute of a module."""
-    frame = sys._getframe(2)
+
+def _sees_replaced(frame: FrameType) -> bool:
+    """Return whether the code that reads the name gets ours.
+
+    torch and phalanx do not where they import or read it themselves. A frame of torch that is in a
+    call reads for somebody else: the guards of compiled code are in C++ and have no frame, and
+    must find the same class whoever calls that code. Nor do picklers, which find torch's class
+    by its name.
+    """
     # `from package import name` reads the name in importlib first.
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
         frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    reader = str(frame.f_globals.get("__name__", ""))
+    if reader in _PICKLERS:
+        return False
+    if reader.partition(".")[0] not in ("torch", "phalanx"):
+        return True
+    return "CALL" in opname[frame.f_code.co_code[frame.f_lasti]]
+
+
+class _DeferredCall:
+    """Pickles as the result of a call."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+def _reduce_kept(module: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Pickle an instance of torch's class, such as ``torch.load`` returns.
+
+    pickle refers to a class by its name, which is ours here. The module's own names have torch's,
+    here and in a process without phalanx.
+    """
+    names = _DeferredCall(vars, _DeferredCall(import_module, _DDP_HOME))
+    return object.__new__, (_DeferredCall(getitem, names, DDP),), module.__getstate__()
 
 
 def _rebind(c10d: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -131,7 +131,7 @@ def find_accelerator(
         hidden = environ.get(_VISIBLE_DEVICES.get(kind, ""), "0").strip() in ("", "-1")
         if not hidden and any(any(dev.glob(pattern)) for pattern in _DEVICE_FILES[kind]):
             return kind
-    return next((name for name in _ACCELERATOR_PACKAGES if find_spec(name) is not None), None)
+    return next((name for name in _ACCELERATOR_PACKAGES if _is_installed(name)), None)
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -178,6 +178,13 @@ def _number(
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip()
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # a stub that the program put into sys.modules
+        return False
 
 
 @lru_cache

@@ -48,6 +48,10 @@ def _is_drop_in() -> bool:
 
 
 def _report(error: BaseException) -> None:
-    if _is_drop_in() and os.environ.get("RANK") == "0" and sys.stderr is not None:
+    if not _is_drop_in() or os.environ.get("RANK") != "0" or sys.stderr is None:
+        return
+    try:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         print(f"phalanx drop-in: nothing replaced ({reason})", file=sys.stderr, flush=True)
+    except Exception:  # noqa: BLE001 - stderr is closed, or full
+        pass

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 from torch import version as torch_version
@@ -148,6 +149,12 @@ def test_an_accelerator_is_one_that_torch_was_built_for_and_the_machine_has(
     (tmp_path / device).parent.mkdir(exist_ok=True)
     (tmp_path / device).touch()
     assert find_accelerator(environ, dev=tmp_path) == expected
+
+
+def test_a_stub_of_a_device_package_is_no_accelerator(monkeypatch, tmp_path):
+    monkeypatch.setattr("phalanx.env._torch_build", list)
+    monkeypatch.setitem(sys.modules, "torch_xla", types.ModuleType("torch_xla"))
+    assert find_accelerator({}, dev=tmp_path) is None
 
 
 def test_the_build_of_torch_is_known_without_importing_it():

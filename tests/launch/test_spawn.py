@@ -19,7 +19,7 @@ import phalanx
 from phalanx.errors import InvalidArgument, InvalidType, RanksFailed, RanksTimeout
 
 from .conftest import DEADLINE, clean_env, eventually, is_alive, read_pid, unlabelled
-from .internals import RankExit, _CallerStream, describe
+from .internals import OutputPump, RankExit, _CallerStream, describe
 
 
 def interactive(source, name="<cell 1>"):
@@ -71,6 +71,31 @@ def test_output_is_written_as_the_callers_stream_can_show_it():
     _CallerStream(ascii_only).write("ü\n".encode())
     assert ascii_only.buffer.getvalue() == b"\\xfc\n"
     ascii_only.close()
+
+
+class OnlyWrites:
+    """What programs put in the place of `sys.stdout` to copy it."""
+
+    def write(self, _):
+        raise RuntimeError("broken")
+
+
+def test_a_stream_that_can_only_write_or_fails_does_not_end_the_output_thread():
+    stream = _CallerStream(OnlyWrites())
+    assert not stream.isatty()
+    for call in (stream.fileno, lambda: stream.write(b"text")):
+        with pytest.raises(OSError, match=r"OnlyWrites|broken"):
+            call()
+
+
+def test_the_caller_may_have_closed_its_descriptors(script):
+    path = script("""
+        import os, phalanx
+        os.close(0), os.close(1)
+        assert phalanx.spawn(lambda: int(os.environ["RANK"]), n=2, timeout=float("inf")) == [0, 1]
+    """)
+    done = subprocess.run([sys.executable, path], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_first_failure_is_raised_with_rank_and_traceback(tmp_path, capsys):
@@ -185,6 +210,19 @@ def test_ctrl_c_ends_the_ranks_and_raises_keyboard_interrupt(tmp_path):
         phalanx.spawn(fn, (str(tmp_path),), n=1)
     assert signal.getsignal(signal.SIGINT) is before
     assert not is_alive(read_pid(tmp_path / "pid"))
+
+
+@pytest.mark.usefixtures("foreground")
+def test_ctrl_c_after_the_last_rank_has_ended_is_not_lost(monkeypatch):
+    finish = OutputPump.finish
+
+    def interrupted(self, **options):
+        signal.raise_signal(signal.SIGINT)
+        finish(self, **options)
+
+    monkeypatch.setattr(OutputPump, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        phalanx.spawn(int, n=1)
 
 
 def test_spawn_works_in_a_thread_and_on_a_rank():

@@ -561,6 +561,11 @@ class DistributedDataParallel(Joinable, TorchDDP):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_syncs_gradients" not in state:
+            raise InvalidState(
+                f"this {type(self).__name__} was pickled with torch's DistributedDataParallel, "
+                "which drop-in replaces. Unpickle it without drop-in and save its state dict"
+            )
         syncs_gradients, weight = state.pop("_syncs_gradients"), state.pop("_weight")
         buffer_hook = state.pop("_buffer_hook")
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]

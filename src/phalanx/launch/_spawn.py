@@ -37,7 +37,7 @@ from ..errors import InvalidState, InvalidType, RanksFailed, RanksTimeout
 from ._job import GRACE, LINGER, Job, RankCount, count_ranks
 from ._outcome import Outcome, describe
 from ._output import Screen
-from ._supervisor import supervise
+from ._supervisor import standard_descriptors, supervise
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -112,6 +112,7 @@ def spawn(
     # Reports are recognized by their text, and notebooks set FORCE_COLOR.
     environ.setdefault("PYTHON_COLORS", "0")
     with ExitStack() as stack:
+        stack.enter_context(standard_descriptors())
         request = stack.enter_context(_anonymous_file("request"))
         classes = _write_request(request, fn, args, kwargs)
         results = [
@@ -218,7 +219,7 @@ def _write_request(
         if len(entry) == 4 and entry[1] is None
     }
     path = [each for each in sys.path if isinstance(each, str)]  # Python ignores the others
-    header = {"fn": _name(fn), "path": path, "argv": sys.argv, "sources": typed}
+    header = {"fn": _name(fn), "path": path, "argv": [*map(str, sys.argv)], "sources": typed}
     file.write(json.dumps(header).encode() + b"\n")
     pickler = pickler_class(file)
     try:
@@ -251,16 +252,26 @@ def _describe_unpicklable(
 
 
 class _CallerStream(io.RawIOBase):
-    """A binary stream that writes to a text stream: a notebook has no other way to its cells."""
+    """A binary stream that writes to a text stream: a notebook has no other way to its cells.
+
+    `sys.stdout` may be any object with a `write`. What it raises becomes OSError, which the output
+    thread handles; another error would end the thread, and ranks would block in their next print.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = None if getattr(stream, "closed", False) else stream
 
     def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
+        try:
+            return self._stream is not None and bool(self._stream.isatty())
+        except Exception:  # noqa: BLE001
+            return False
 
     def fileno(self) -> int:
-        return super().fileno() if self._stream is None else self._stream.fileno()
+        try:
+            return super().fileno() if self._stream is None else self._stream.fileno()
+        except Exception as error:
+            raise OSError(str(error)) from error
 
     def write(self, data: ReadableBuffer, /) -> int:
         content = bytes(data)
@@ -269,7 +280,7 @@ class _CallerStream(io.RawIOBase):
             try:
                 self._stream.write(_encodable(text, self._stream))
                 self._stream.flush()
-            except ValueError as error:  # it is closed
+            except Exception as error:
                 raise OSError(str(error)) from error
         return len(content)
 

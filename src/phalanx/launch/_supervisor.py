@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -99,7 +99,11 @@ def supervise(job: Job, *, screen: Screen, timing: SupervisorTiming | None = Non
     """Run a job to its end, restarting it as often as it allows."""
     timing = timing or SupervisorTiming()
     events: _Events = SimpleQueue()
-    with _signals_into(events), _orphan_guard_process(grace=job.grace) as guard:
+    with (
+        standard_descriptors(),
+        _signals_into(events),
+        _orphan_guard_process(grace=job.grace) as guard,
+    ):
         for number in range(job.max_restarts + 1):
             pump = OutputPump(screen)
             if number:
@@ -108,7 +112,35 @@ def supervise(job: Job, *, screen: Screen, timing: SupervisorTiming | None = Non
             outcome = _Attempt(job, number, events, guard, pump, timing).run()
             if outcome.first_failure is None or outcome.signal is not None:
                 break
+    if outcome.signal is None:
+        # One that came after the last rank had ended is the caller's to handle.
+        outcome = replace(outcome, signal=_unhandled_signal(events))
     return outcome
+
+
+def _unhandled_signal(events: _Events) -> int | None:
+    with suppress(Empty):
+        while True:
+            event = events.get_nowait()
+            if isinstance(event, _SignalReceived):
+                return event.number
+    return None
+
+
+@contextmanager
+def standard_descriptors() -> Iterator[None]:
+    """Open those of the descriptors 0 to 2 that are closed.
+
+    Otherwise a descriptor that a child inherits gets one of these numbers, and the child's own
+    stdin, stdout or stderr replaces it.
+    """
+    with ExitStack() as opened:
+        while True:
+            fd = os.open(os.devnull, os.O_RDWR)
+            opened.callback(os.close, fd)
+            if fd > 2:
+                break
+        yield
 
 
 @contextmanager
@@ -285,9 +317,10 @@ class _Attempt:
             remaining = None if self._deadline is None else self._deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 return
-            waits = [each for each in (remaining, poll) if each is not None]
+            # SimpleQueue raises OverflowError above TIMEOUT_MAX.
+            waits = [each for each in (remaining, poll, threading.TIMEOUT_MAX) if each is not None]
             try:
-                event = self._events.get(timeout=min(waits, default=None))
+                event = self._events.get(timeout=min(waits))
             except Empty:
                 continue
             if isinstance(event, _SignalReceived):

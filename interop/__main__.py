@@ -21,8 +21,13 @@ _NOTHING_RAN = "no program was run; make the environment again (make clean, make
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Bring the tables of this page up to date.",
 )
+@click.option(
+    "--speed", "speed_rounds", default=0, metavar="N", help="Also compare speeds, in N rounds."
+)
 @click.option("--verbose", is_flag=True, help="Print the output of what failed.")
-def main(*, names: tuple[str, ...], rounds: int, docs: Path | None, verbose: bool) -> None:
+def main(
+    *, names: tuple[str, ...], rounds: int, docs: Path | None, speed_rounds: int, verbose: bool
+) -> None:
     """Run the programs in every mode; with NAMES, those whose name contains one of them.
 
     Exits with 1 if a program that passes with torch fails or gives other results on phalanx.
@@ -30,7 +35,7 @@ def main(*, names: tuple[str, ...], rounds: int, docs: Path | None, verbose: boo
     check_versions()
     from benchmarks.machine import Machine
 
-    from . import table
+    from . import speed, table
     from .catalog import REPORTING, THIRD_PARTY
     from .runner import describe, measure, verdicts
 
@@ -47,6 +52,8 @@ def main(*, names: tuple[str, ...], rounds: int, docs: Path | None, verbose: boo
         "programs": f"{table.where(machine)}\n\n{table.reporting_table(reporting)}",
         "scripts": table.script_table(scripts),
     }
+    if speed_rounds:
+        blocks["speed"] = speed.table(speed.measure(speed_rounds, _tell))
     for text in blocks.values():
         click.echo(f"\n{text}")
     if docs is not None:

@@ -51,14 +51,17 @@ class Program:
 
     @property
     def title(self) -> str:
-        """The name of a program that reports nothing."""
-        return " ".join(Path(part).stem for part in self.target if part != "-m").rpartition(".")[2]
+        """The name of the file that runs, and its arguments."""
+        if self.target[0] == "-m":
+            return self.target[1].rpartition(".")[2]
+        return " ".join([Path(self.target[0]).stem, *self.target[1:]])
 
 
 def _script(name: str, *args: str) -> tuple[str, ...]:
     return (str(PROGRAMS / name), *args)
 
 
+_HOOKS = tuple(f"Accelerate, {name} hook" for name in ("fp16", "PowerSGD"))
 _LIGHTNING = ("BoringModel", "ManualOptimBoringModel", "accumulation", "checkpoint, resumed")
 _TRAINER = ("Trainer, GPT-2", "Trainer, gradient checkpointing")
 
@@ -66,6 +69,7 @@ REPORTING = (
     Program("torch", _script("torch_ddp.py"), ("torch DDP",)),
     Program("torch", _script("torch_ddp.py"), ("torch DDP",), launcher=Launcher.TORCHRUN),
     Program("Accelerate", _script("accelerate_loop.py"), ("Accelerate loop",)),
+    Program("Accelerate", _script("accelerate_hooks.py"), _HOOKS),
     Program("Lightning", _script("lightning_trainer.py"), _LIGHTNING),
     Program("Lightning", _script("lightning_trainer.py"), _LIGHTNING, launcher=Launcher.SCRIPT),
     Program("Lightning", _script("lightning_fabric.py"), ("Fabric",)),

@@ -33,7 +33,8 @@ soak: $(READY)
 # Other people's programs, unmodified: torchrun and Gloo, `phalanx run`, and drop-in, side by side. Brings the
 # tables in docs/integrations.md up to date.
 interop: $(INTEROP)/.ready
-	$(INTEROP)/bin/python -m interop $(or $(ARGS),--docs docs/integrations.md)
+	$(INTEROP)/bin/python tools/upstream_uses.py accelerate lightning transformers
+	$(INTEROP)/bin/python -m interop $(or $(ARGS),--speed 30 --docs docs/integrations.md)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -52,13 +52,17 @@ def main(
         "programs": f"{table.where(machine)}\n\n{table.reporting_table(reporting)}",
         "scripts": table.script_table(scripts),
     }
+    gains = {
+        f"gain of {framework}": table.gain(reporting, framework)
+        for framework in {row.program.framework for row in reporting}
+    }
     if speed_rounds:
         blocks["speed"] = speed.table(speed.measure(speed_rounds, _tell))
     for text in blocks.values():
         click.echo(f"\n{text}")
     if docs is not None:
         page = docs.read_text()
-        for name, text in blocks.items():
+        for name, text in {**blocks, **gains}.items():
             page = table.refresh(page, name, text)
         docs.write_text(page)
     failures = list(verdicts([*reporting, *scripts]))

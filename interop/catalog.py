@@ -22,12 +22,12 @@ class Mode(enum.StrEnum):
 
 
 class Launcher(enum.StrEnum):
-    """Who starts the ranks; drop-in is an option of ours and a variable for the others."""
+    """Who starts the ranks: with drop-in an option of ours, a variable for the others."""
 
-    PHALANX = "phalanx run --drop-in"
-    TORCHRUN = "PHALANX_DROP_IN=1 torchrun"
-    SCRIPT = "PHALANX_DROP_IN=1 python"
-    """The framework itself: the script starts its other ranks."""
+    PHALANX = "phalanx run"
+    TORCHRUN = "torchrun"
+    SCRIPT = "the script"
+    """The framework itself, on behalf of the script that was started as rank 0."""
 
     @property
     def modes(self) -> tuple[Mode, ...]:

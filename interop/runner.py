@@ -21,7 +21,7 @@ TIMEOUT = 180.0
 WARM_UP = 3
 """Steps at the beginning whose times say nothing."""
 _RAISED = re.compile(
-    r"^(?:\[rank ?\d+\]:? ?)?(?P<name>(?:\w+\.)*\w*(?:Error|Exception|phalanx\.errors\.\w+))(?::|$)",
+    r"^(?:\[rank ?\d+\]:? ?)?(phalanx\.errors\.\w+|(?:\w+\.)*\w+(?:Error|Exception))(?::|$)",
     re.MULTILINE,
 )
 
@@ -175,9 +175,7 @@ def baseline(program: Program) -> Run:
     return run
 
 
-def measure(
-    programs: Sequence[Program], rounds: int, tell: Callable[[str], None]
-) -> Iterator[Row]:
+def measure(programs: Sequence[Program], rounds: int, tell: Callable[[str], None]) -> Iterator[Row]:
     """Run programs in all their modes, in turn, and yield their cases."""
     for number, program in enumerate(programs):
         modes = program.launcher.modes
@@ -195,7 +193,7 @@ def describe(program: Program) -> str:
     """Name a program and its launcher."""
     if program.launcher is Launcher.PHALANX:
         return program.title
-    return f"{program.title} ({program.launcher})"
+    return f"{program.title}, launched by {program.launcher}"
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
@@ -204,7 +202,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
     Where torch itself fails there is nothing to compare with; the table shows how each fails.
     """
     for row in rows:
-        name = f"{row.case or row.program.title}, {row.program.launcher}"
+        name = f"{describe(row.program)}: {row.case}" if row.case else describe(row.program)
         if row.case and (problem := row.problem(Mode.GLOO)):
             yield f"{name}: fails with torch itself: {problem}"
             continue

@@ -1,7 +1,7 @@
 """Whether drop-in is as fast as an edited script: the same steps in four jobs, in turn.
 
-All jobs are up at the same time, and one at a time runs a few steps while the others wait in a read.
-So what else the machine does hits all of them alike, and each round gives one ratio per pair.
+All jobs are up at the same time. One at a time runs a few steps, while the others wait in a read.
+What else the machine does slows all of them alike, and each round gives one ratio per pair.
 """
 
 from __future__ import annotations

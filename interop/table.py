@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from statistics import median, quantiles
+from textwrap import fill
 
 from benchmarks.machine import Machine
 
-from .catalog import Mode
+from .catalog import Launcher, Mode
 from .runner import Row, Run
 
 FRAMEWORKS = ("torch", "accelerate", "lightning", "transformers")
@@ -19,17 +20,17 @@ def where(machine: Machine) -> str:
     """Return one sentence about versions and the machine."""
     versions = ", ".join(f"{name} {version(name)}" for name in FRAMEWORKS)
     day = machine.date.partition("T")[0]
-    return (
+    text = (
         f"Measured on {day} with {versions}, Python {machine.python}, on {machine.cores} cores of "
         f"{machine.cpu}, one thread per rank; load {machine.load} before the start."
     )
+    return fill(text, 118)
 
 
 def reporting_table(rows: Sequence[Row]) -> str:
     """Return the table of programs that report losses and times."""
-    head = [
-        "program", "ranks", "drop-in is", *(f"{mode}, ms" for mode in Mode), "speedup", "result",
-    ]  # fmt: skip
+    columns = (f"{mode}, ms" for mode in Mode)
+    head = ["program", "ranks", "launcher", *columns, "speedup", "result"]
     return _markdown(head, [_reporting_row(row) for row in rows])
 
 
@@ -38,11 +39,16 @@ def _reporting_row(row: Row) -> list[str]:
     return [
         row.case,
         str(row.program.ranks),
-        f"`{row.program.launcher}`",
+        _launcher(row),
         *times,
         _speedup(row),
         _result(row),
     ]
+
+
+def _launcher(row: Row) -> str:
+    launcher = row.program.launcher
+    return row.program.framework if launcher is Launcher.SCRIPT else f"`{launcher}`"
 
 
 def _times(row: Row, mode: Mode) -> str:
@@ -59,6 +65,16 @@ def _speedup(row: Row) -> str:
         return "-"
     spread = f" ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else ""
     return f"{median(found):.2f}{spread}"
+
+
+def gain(rows: Sequence[Row], framework: str) -> str:
+    """Return one sentence about the speedups of a framework's programs, launched by us."""
+    mine = [
+        f"{row.case} {_speedup(row)}"
+        for row in rows
+        if row.program.framework == framework and row.program.launcher is Launcher.PHALANX
+    ]
+    return fill(f"Measured speedup of a step: {'; '.join(mine)}.", 118)
 
 
 def _result(row: Row) -> str:
@@ -97,5 +113,3 @@ def refresh(page: str, name: str, text: str) -> str:
     if not place.search(page):
         raise ValueError(f"the page has no mark {begin}")
     return place.sub(lambda _: f"{begin}\n{text}\n\n{end}", page)
-
-

@@ -36,9 +36,7 @@ def main() -> None:
             fabric.load("fabric.ckpt", state)
     mean = fabric.all_reduce(loss.detach(), reduce_op="mean")
     assert fabric.all_gather(loss.detach()).mean() == mean
-    report(
-        "Fabric", loss=mean, module=model.module, times=times, wrapper=model._forward_module
-    )
+    report("Fabric", loss=mean, module=model.module, times=times, wrapper=model._forward_module)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ MODELS = {
 
 def wrap_as_torch_does(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module in torch's DDP."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.nn.parallel import DistributedDataParallel
 
-    return DDP(module)
+    return DistributedDataParallel(module)
 
 
 def wrap_as_edited(module: torch.nn.Module) -> torch.nn.Module:

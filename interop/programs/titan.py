@@ -1,4 +1,4 @@
-"""A decoder on a two-dimensional mesh: replicas or shards of the data axis, tensor parallel on the other."""
+"""A decoder on a mesh of two axes: data (replicated or sharded) and tensor parallel."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""torch's DDP as its tutorial has it: eight layers, SGD with momentum, a step without synchronization."""
+"""torch's DDP as in its tutorial: eight layers, a distributed sampler, `no_sync`."""
 
 import torch
 import torch.distributed as dist
 from record import StepTimer, report
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 WIDTH, LAYERS, STEPS = 1024, 8, 24
@@ -13,8 +13,10 @@ def main() -> None:
     """Train for one epoch."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    layers = [part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
-    model = DDP(torch.nn.Sequential(*layers))
+    layers = [
+        part for _ in range(LAYERS) for part in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+    ]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     inputs = torch.randn(32 * STEPS * dist.get_world_size(), WIDTH)
     data = TensorDataset(inputs, inputs.roll(1, 0))

@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+INTEROP := .venv-interop
 
-.PHONY: demo test test-slow native-test soak lint format bench clean
+.PHONY: demo test test-slow native-test soak interop lint format bench clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n 2 examples/digits.py
@@ -29,6 +30,12 @@ native-test: $(READY)
 soak: $(READY)
 	PHALANX_SOAK=1 $(BIN)/python -m pytest -n 2 --timeout 3600 tests/checkpoint/test_kills.py tests/checkpoint/test_async_deaths.py tests/checkpoint/test_hostile.py tests/ddp/test_fuzz.py $(ARGS)
 
+# Other people's programs, unmodified: torchrun and Gloo, `phalanx run`, and drop-in, side by side. Brings the
+# tables in docs/integrations.md up to date.
+interop: $(INTEROP)/.ready
+	$(INTEROP)/bin/python tools/upstream_uses.py accelerate lightning transformers
+	$(INTEROP)/bin/python -m interop $(or $(ARGS),--speed 30 --docs docs/integrations.md)
+
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -43,9 +50,17 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks $(or $(ARGS),--json benchmarks/results/latest.json --docs docs)
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(INTEROP) build dist .mypy_cache .pytest_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint,native,bench]'
+	touch $@
+
+# An environment of its own, since frameworks pin what they need. If the index lacks a package, nothing was tested.
+$(INTEROP)/.ready: interop/requirements.txt pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+	$(PYTHON) -m venv $(INTEROP)
+	$(INTEROP)/bin/python -m pip install --quiet --constraint constraints.txt --requirement interop/requirements.txt \
+	  --editable . || { echo "make interop: cannot install what interop/requirements.txt pins, see the error of pip" \
+	  "above; no program was run" >&2; exit 1; }
 	touch $@

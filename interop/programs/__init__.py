@@ -1,0 +1,1 @@
+"""Programs that use the frameworks as their manuals do. None of them knows phalanx."""

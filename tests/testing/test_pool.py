@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -82,6 +83,25 @@ def allreduce(ctx):
 
 def test_a_context_forms_groups(ranks):
     assert ranks.run(allreduce, 3) == [("gloo", 3.0)] * 3
+
+
+formed = []
+
+
+def form_in_a_cycle(ctx):
+    group = ctx.group()
+    group.itself = group
+    formed.append(weakref.ref(group))
+
+
+def is_freed(ctx):
+    return formed.pop()() is None
+
+
+def test_groups_of_a_body_are_freed_before_the_next(ranks):
+    """A group in a reference cycle used to live as long as the process, with Gloo's threads."""
+    ranks.run(form_in_a_cycle, 2)
+    assert ranks.run(is_freed, 2) == [True, True]
 
 
 # -- pickling --------------------------------------------------------------------------------

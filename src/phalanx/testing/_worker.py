@@ -233,6 +233,11 @@ def rank_main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
                 task.rank, task.size, task.backend, task.timeout, connect, task.generation
             )
             result = run_body(partial(_call_body, task), context, faults=task.faults)
+            if not result.is_failure():  # otherwise this process is replaced
+                gc.collect()
+                # What remains, now that the groups are closed, is permanent. Scanning it after
+                # every body would dominate the run.
+                gc.freeze()
             connection.send_bytes(pack_report(result))
 
 
@@ -254,9 +259,6 @@ def _call_body(task: Task, context: RankContext) -> Any:
     torch.set_default_dtype(torch.float32)
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
-    # The remaining objects are permanent. Scanning them after every body would dominate the run.
-    gc.freeze()
     return result
 
 

@@ -111,7 +111,11 @@ def test_documented_programs_run(tmp_path):
 @pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=str)
 def test_relative_links_exist(document):
     for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
-        assert target.startswith("http") or (document.parent / target).exists(), target
+        path, _, anchor = target.partition("#")
+        assert target.startswith("http") or (document.parent / path).exists(), target
+        if anchor and not target.startswith("http"):
+            headings = re.findall(r"^#+ (.+)$", (document.parent / path).read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}
 
 
 def test_modules_named_in_the_design_exist():

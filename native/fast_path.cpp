@@ -301,9 +301,8 @@ bool configure(nb::type_object call, nb::type_object recorder, nb::dict files, n
   call.inc_ref();
   runtime.files = files.release().ptr();
   runtime.user_frame = user_frame.release().ptr();
-  runtime.fault_points = fault_points.release().ptr();
-  runtime.profiler_flags = profiler_flags.release().ptr();
-  runtime.profiler_flag = profiler_flag.release().ptr();
+  runtime.fault_points = {fault_points.release().ptr(), PyUnicode_InternFromString("armed")};
+  runtime.is_profiling = {profiler_flags.release().ptr(), profiler_flag.release().ptr()};
   runtime.work_type = work.release().ptr();
   runtime.tensor_types = tensors.release().ptr();
   runtime.strided = strided.release().ptr();
@@ -339,14 +338,11 @@ Slot::Slot(PyTypeObject* type, const char* name) {
 }
 
 bool has_fault_points() {
-  static PyObject* const armed = PyUnicode_InternFromString("armed");
-  PyObject* const handlers = PyDict_GetItemWithError(runtime.fault_points, armed);
+  PyObject* const handlers = runtime.fault_points.get();
   return handlers == nullptr || PyTuple_GET_SIZE(handlers) != 0;
 }
 
-bool has_profiler() {
-  return PyDict_GetItemWithError(runtime.profiler_flags, runtime.profiler_flag) != Py_False;
-}
+bool has_profiler() { return runtime.is_profiling.get() != Py_False; }
 
 double monotonic_seconds() { return static_cast<double>(now_ns()) / 1e9; }
 

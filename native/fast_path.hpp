@@ -39,6 +39,30 @@ class Slot {
   PyMemberDef* member_ = nullptr;
 };
 
+// A value in the dictionary of a module, which lives as long as the process. It is looked up again only
+// when the dictionary has changed, since a lookup is 1% of a call.
+class ModuleValue {
+ public:
+  ModuleValue() = default;
+  ModuleValue(PyObject* dictionary, PyObject* name) : dictionary_(dictionary), name_(name) {}
+
+  // Borrowed; null if there is no such value.
+  PyObject* get() {
+#if PY_VERSION_HEX < 0x030C0000  // the tag is deprecated in later versions
+    const std::uint64_t version = reinterpret_cast<PyDictObject*>(dictionary_)->ma_version_tag;
+    if (version == version_) return value_;
+    version_ = version;
+#endif
+    return value_ = PyDict_GetItemWithError(dictionary_, name_);
+  }
+
+ private:
+  PyObject* dictionary_ = nullptr;
+  PyObject* name_ = nullptr;
+  PyObject* value_ = nullptr;
+  std::uint64_t version_ = 0;  // of no dictionary
+};
+
 // What all groups of the process share. Its Python objects live as long as the process.
 struct Runtime {
   PyTypeObject* call_type = nullptr;
@@ -48,9 +72,8 @@ struct Runtime {
   Slot collectives, starting;          // of a recorder
   PyObject* files = nullptr;           // a dictionary of file names: whether the file is internal
   PyObject* user_frame = nullptr;      // a function that finds the user's frame
-  PyObject* fault_points = nullptr;    // the dictionary of that module
-  PyObject* profiler_flags = nullptr;  // a dictionary
-  PyObject* profiler_flag = nullptr;   // the key that tells whether a profiler runs
+  ModuleValue fault_points;            // a tuple of those that are armed
+  ModuleValue is_profiling;            // whether torch's profiler runs
   PyObject* work_type = nullptr;
   PyObject* tensor_types = nullptr;    // a tuple of the classes of plain tensors
   PyObject* strided = nullptr;

@@ -6,8 +6,8 @@ thread, or viewers drop it. So a range from start to end is possible only where 
 it returns (``dist.all_reduce(tensor)``). Any other call has one range for its start and, if
 somebody waits, a second one for that (``shm:all_reduce_wait``).
 
-While no profiler runs, the cost is one lookup in a dictionary, `flags`. The fast path makes it
-natively and leaves calls to the slow path while a profiler runs.
+While no profiler runs, the cost is one check of a value in `flags`. The fast path makes it natively
+and leaves calls to the slow path while a profiler runs.
 """
 
 from __future__ import annotations

@@ -162,16 +162,16 @@ def _end(process: subprocess.Popen[str]) -> str:
     return ""
 
 
-def baseline(program: Program) -> Run:
-    """Run a program with torch alone; again if it died of a signal.
+def attempt(program: Program, mode: Mode) -> Run:
+    """Run a program; on Gloo, again if it was aborted.
 
     Gloo's threads now and then abort a process that is about to exit. That is not a result of
-    the program, and a comparison needs one.
+    the program, and a comparison needs one. With drop-in there is no second attempt.
     """
-    run = launch(program, Mode.GLOO)
-    if run.failure == "aborted":
-        first, run = run, launch(program, Mode.GLOO)
-        run.attempts = first.attempts + 1
+    run = launch(program, mode)
+    if run.failure == "aborted" and mode is not Mode.DROP_IN:
+        run = launch(program, mode)
+        run.attempts = 2
     return run
 
 
@@ -183,8 +183,7 @@ def measure(programs: Sequence[Program], rounds: int, tell: Callable[[str], None
         for turn in range(rounds):
             for mode in in_rotation(modes, number + turn):
                 tell(f"{describe(program)}: {mode}")
-                run = baseline(program) if mode is Mode.GLOO else launch(program, mode)
-                runs[mode].append(run)
+                runs[mode].append(attempt(program, mode))
         for case in program.cases or ("",):
             yield Row(program, case, runs)
 

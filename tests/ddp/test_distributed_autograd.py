@@ -105,6 +105,12 @@ def reduces_in_a_context(group, other):
     squares(whole, share(rows, group)).backward()
     assert_close(mine[0], next(whole.parameters()).grad)
     whole.zero_grad()
+    with ddp.no_sync():
+        ddp.reducer.prepare_for_backward([])
+        announced = gradients_of(ddp, share(rows, group), other, loss_far)
+    squares(whole, rows).backward()
+    assert_close(announced[0], next(whole.parameters()).grad)
+    whole.zero_grad()
     ddp.weight = 1 + group.rank()
     found = gradients_of(ddp, share(rows, group), other, loss_far)
     total = sum(range(1, group.size() + 1))

@@ -21,6 +21,7 @@ from .whole import (
     alone,
     assert_same_everywhere,
     batch,
+    compare,
     everywhere,
     mlp,
     on_pairs,
@@ -29,6 +30,7 @@ from .whole import (
     seeded,
     share,
     squares,
+    wrapped,
 )
 
 # -- backward passes that a framework announces --------------------------------------------
@@ -152,6 +154,69 @@ def test_buckets_are_rebuilt_once(group):
             squares(ddp, share(batch(step, group.size()), group)).backward()
             ddp.zero_grad()
     assert kinds[DDP] == kinds[TorchDDP] == [False, True, False]
+
+
+class Backwards(nn.Module):
+    """Registers its layers, all of one shape, in the opposite order of forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.middle, self.first = (nn.Linear(5, 5, bias=False) for _ in range(3))
+
+    def forward(self, rows):
+        return self.last(self.middle(self.first(rows)))
+
+
+@pytest.mark.parametrize("name", ["prepare_for_backward", "_rebuild_buckets", "forward"])
+@on_pairs
+def test_ranks_rebuild_buckets_before_the_same_pass(group, name):
+    """Some rank may run both forward passes before the first backward pass, another may not."""
+    ddp, whole = wrapped(Backwards, group)
+    rows = share(batch(0, group.size()), group)
+    if name == "forward" and group.rank() == 0:
+        squares(ddp, rows).backward()
+        second = squares(ddp, rows)
+    else:
+        first, second = squares(ddp, rows), squares(ddp, rows)
+        first.backward()
+        if group.rank() == 0 and name != "forward":
+            getattr(ddp.reducer, name)()
+    ddp.zero_grad()
+    second.backward()
+    squares(whole, batch(0, group.size())).backward()
+    compare(ddp, whole, rtol=1e-5)
+
+
+@on_pairs
+def test_pass_announced_during_a_pass_does_not_reduce_the_next_one(group):
+    ddp = DDP(seeded(mlp), process_group=group)
+    rows = share(batch(0, group.size()), group)
+    handle = ddp.module[0].weight.register_post_accumulate_grad_hook(
+        lambda _: ddp.reducer.prepare_for_backward([])
+    )
+    squares(ddp, rows).backward()
+    handle.remove()
+    with ddp.no_sync():
+        assert "allreduce" not in str(operations(group, lambda: squares(ddp, rows).backward()))
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["before", "after"])
+@on_pairs
+def test_pass_announced_to_ranks_without_data(group, is_early):
+    ddp = DDP(seeded(mlp), process_group=group)
+    ddp.register_comm_hook(None, allreduce_hook)  # so ranks shadow instead of leaving
+    rows = share(batch(0, group.size()), group)
+
+    with ddp.join(), ddp.no_sync():
+        for _ in range(1 + group.rank()):
+            if is_early:
+                ddp.reducer.prepare_for_backward([])
+            loss = squares(ddp, rows)
+            if not is_early:
+                with pytest.raises(InvalidState, match="before forward"):
+                    ddp.reducer.prepare_for_backward([])
+            loss.backward()
+    assert (ddp.module[0].weight.grad is not None) == is_early
 
 
 @everywhere
@@ -303,6 +368,17 @@ def test_logging_data_of_flags_and_hooks(group):
     ddp.register_comm_hook(None, allreduce_hook)
     data = ddp._get_ddp_logging_data()
     assert (data["static_graph"], data["comm_hook"]) == (1, "allreduce_hook")
+
+
+@alone
+def test_logging_data_after_an_unused_layer_was_frozen(group):
+    ddp = DDP(Halves(), process_group=group)
+    squares(ddp, torch.ones(1, 5)).backward()
+    assert ddp._get_ddp_logging_data()["unused_parameter_size"] > 0
+    for index in ddp.reducer.unused:
+        ddp.reducer.parameters[index].requires_grad_(False)
+    ddp.reducer.track_trainable_parameters()
+    assert ddp._get_ddp_logging_data()["unused_parameter_size"] == 0
 
 
 @over_cases("local-2", "shm-2", reuse=False)

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import InvalidArgument
+from phalanx.errors import InvalidArgument, RendezvousError
 from phalanx.groups import new_group
 from phalanx.mesh import DeviceMesh, init_device_mesh
 
-EXTENDED, SIMPLE = "mesh_test_extended", "mesh_test_simple"
+EXTENDED, SIMPLE, FAILING = "mesh_test_extended", "mesh_test_simple", "mesh_test_failing"
 SECONDS = timedelta(seconds=20)
 requests = []
 
@@ -27,10 +27,17 @@ def make_simple(store, rank, size, timeout):
     return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
+def make_failing(store, rank, size, timeout):
+    if rank == 1:
+        raise ValueError("no such device")
+    return make_simple(store, rank, size, timeout)
+
+
 def register():
     if EXTENDED not in dist.Backend.backend_list:  # there is no way to take one back
         dist.Backend.register_backend(EXTENDED, make_extended, extended_api=True, devices=["cpu"])
         dist.Backend.register_backend(SIMPLE, make_simple, devices=["cpu"])
+        dist.Backend.register_backend(FAILING, make_failing, devices=["cpu"])
     requests.clear()
 
 
@@ -96,6 +103,19 @@ def on_our_group(ctx, backend):
 @pytest.mark.parametrize(("where", "backend"), [(on_torchs_group, "gloo"), (on_our_group, "shm")])
 def test_axes_on_registered_backends(ranks, where, backend):
     ranks.run(where, 4, args=(backend,))
+
+
+def form_on_failing(ctx):
+    register()
+    kind = ValueError if ctx.rank == 1 else RendezvousError
+    with pytest.raises(kind, match="no such device"):
+        new_group(
+            FAILING, timedelta(seconds=1), store=ctx.store, rank=ctx.rank, world_size=ctx.size
+        )
+
+
+def test_all_ranks_learn_why_an_engine_was_not_made(ranks):
+    ranks.run(form_on_failing, 2)
 
 
 def test_an_unknown_backend_is_refused_before_any_rank_waits():

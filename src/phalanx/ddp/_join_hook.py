@@ -58,7 +58,8 @@ def announce_backward(ddp: DistributedDataParallel) -> None:
     if ddp._ranks_leave:  # so none shadows
         ddp.reducer.weights.unit = None  # the remaining ranks choose one with the pass
         return
-    is_reduced = ddp.require_backward_grad_sync
+    is_reduced = ddp.reducer.syncs_next_pass
+    ddp.reducer.announced_local = not is_reduced
     agree_on_next_backward(ddp.reducer, NextBackward.REDUCED if is_reduced else NextBackward.LOCAL)
 
 

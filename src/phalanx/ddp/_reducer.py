@@ -114,13 +114,13 @@ class Reducer:
         self._check_every = check_every
         self._is_closed = False
         self.graph_ever_changed = False
-        self.unused: list[int] = []
-        """The parameters that got no gradient on this rank in the last reduced pass, by index."""
         self.stats = StatsHistory()
         self.forward_seconds = 0.0
         self.syncs_gradients = True  # whether backward passes are reduced; read when a pass begins
         self._syncs_next = False
         """Whether the next pass is reduced in any case, as `prepare_for_backward` demands."""
+        self.announced_local = False
+        """Whether a rank without data expects the next pass not to be reduced."""
         self.error: str | None = None
         """What the last pass that failed has raised."""
         self._passes = self.reduced_passes = 0
@@ -157,6 +157,8 @@ class Reducer:
         self.names = [name for name, _ in self._trainable]
         self.parameters = [p for _, p in self._trainable]
         self._frozen = [p for _, p in self.named if not p.requires_grad]
+        self.unused: list[int] = []
+        """The parameters that got no gradient on this rank in the last reduced pass, by index."""
         self._autograd_hooks.close()
         self._autograd_hooks = AutogradHooks(self.parameters)
         self._has_agreed_order, self._order = False, None
@@ -183,10 +185,17 @@ class Reducer:
         if is_unfrozen or self._layout.is_outdated():
             verify_parameters(self.named, self.comm)
             self.track_trainable_parameters()
-        if self.must_record:
-            self._start_recording()
-        else:
+        self._follow_new_order()
+
+    def _follow_new_order(self) -> None:
+        """Use the order that ranks agreed on. Called before every pass, so that all ranks do."""
+        if not self.must_record:
             self._rebuild_buckets()
+            return
+        if self._order is not None:
+            self._arrange(self._order)
+            self._order = None
+        self._start_recording()
 
     def _rebuild_buckets(self) -> bool:
         """Arrange the buckets in the order of gradients, if it is new; return whether it was."""
@@ -252,6 +261,7 @@ class Reducer:
             return
         refuse_compiled_backward()
         self._drop_zeroed_grads()
+        self._follow_new_order()  # on other ranks, a forward pass may have done so
         self._passes += 1
         self._autograd_hooks.restart()
         outer = find_outer_graph_task()
@@ -260,11 +270,21 @@ class Reducer:
         else:
             next_node, self._lifetime.holder = outer
             self._end_with_outer_run(next_node)
-        is_reduced, self._syncs_next = self.syncs_gradients or self._syncs_next, False
-        if is_reduced:
+        if self.take_sync_decision():
             self._begin_reduced()
         else:
             self._begin_local()
+
+    @property
+    def syncs_next_pass(self) -> bool:
+        """Whether a pass that began now would be reduced."""
+        return self.syncs_gradients or self._syncs_next
+
+    def take_sync_decision(self) -> bool:
+        """Return whether the pass that begins is reduced; a demand counts for one pass."""
+        is_reduced, self._syncs_next = self.syncs_next_pass, False
+        self.announced_local = False
+        return is_reduced
 
     @property
     def _sets_reduced_aside(self) -> bool:
@@ -528,8 +548,16 @@ class Reducer:
 
         Frameworks call this for passes that begin in the middle of forward, or whose forward pass
         was in `no_sync`. torch's takes the outputs; a pass finds out by itself what it reaches.
+        During a backward pass this does nothing: that pass is reduced or not already.
         """
         self.prepare()
+        if self._in_flight is not None:
+            return
+        if self.announced_local:
+            raise InvalidState(
+                "ranks without data were told in forward that the next backward pass is not "
+                "reduced. Call prepare_for_backward() before forward, or leave no_sync() first"
+            )
         self._syncs_next = True
 
     def _run_allreduce_hook(self, bucket: Any) -> Future[Tensor]:
@@ -612,7 +640,7 @@ class DistributedAutogradPass:
     def begin(self) -> None:
         """Note the start of a backward pass. Every output calls this."""
         self._reducer.begin_from_output()  # it may be a plain backward pass all the same
-        if self._reducer.is_running or self._has_started or not self._reducer.syncs_gradients:
+        if self._reducer.is_running or self._has_started or not self._reducer.take_sync_decision():
             return
         self._has_started = True
         Variable._execution_engine.queue_callback(self._finish)

@@ -568,8 +568,13 @@ class Rendezvous:
         except (PeerLost, RendezvousTimeout):
             raise
         except Exception as error:
+            is_ours = isinstance(error, PhalanxError) or not isinstance(
+                error, RuntimeError | OSError
+            )
+            if not is_ours:  # it may have waited for a rank that has no engine
+                self._raise_peer_error(self.group_store.read("error"))
             self._report(error, self.group_store.set)
-            if isinstance(error, PhalanxError) or not isinstance(error, RuntimeError | OSError):
+            if is_ours:
                 raise
             self._check_locally()  # a death is the better explanation
             raise self._connect_error(_error_text(error)) from error

@@ -300,6 +300,21 @@ def test_destroy_releases_memory_and_torch_can_be_initialized_again(ranks):
     ranks.run(come_and_go, 2)
 
 
+def destroy_own(ctx):
+    group, other = ctx.group("gloo"), ctx.group("gloo")
+    name = group.group_name
+    dist.destroy_process_group(group)
+    assert group not in c10d._world.pg_map
+    with pytest.raises(GroupAborted, match="this rank shut the group down"):
+        group.barrier()
+    assert ctx.group("gloo", name=name).group_name == name  # it is free again
+    other.barrier().wait()
+
+
+def test_torch_destroys_a_group_that_it_did_not_create(ranks):
+    ranks.run(destroy_own, 2)
+
+
 # -- failures ------------------------------------------------------------------------------
 
 

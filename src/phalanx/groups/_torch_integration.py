@@ -11,11 +11,13 @@ looked up if something else has imported it.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import weakref
 from contextlib import suppress
 from itertools import count
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -101,18 +103,29 @@ def _numbered(requested: str, number: int) -> c10d.GroupName:
 def unregister_group(group: ProcessGroup) -> None:
     if group not in c10d._world.pg_names:
         return
-    c10d_ext._unregister_process_group(c10d.GroupName(group.group_name))
     requested = group._given_name or group.label
     with _numbers_lock:
         used = _numbers.pop(requested, set())
         used = {number for number in used if _numbered(requested, number) != group.group_name}
         if used:
             _numbers[requested] = used
+    if _is_torch_destroying():
+        return  # torch removes the group from its tables, and raises if they do not have it
+    c10d_ext._unregister_process_group(c10d.GroupName(group.group_name))
     world = c10d._world
     world.tags_to_pg.pop(world.pg_to_tag.get(group, ""), None)
     names, configs = world.pg_names, world.pg_backend_config
     for table in (names, configs, world.pg_map, world.pg_group_ranks, world.pg_to_tag):
         table.pop(group, None)
+
+
+def _is_torch_destroying() -> bool:
+    """Whether ``dist.destroy_process_group`` is the caller."""
+    destroy = inspect.unwrap(c10d.destroy_process_group).__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not destroy:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_dtensor(tensor: object) -> TypeGuard[Any]:

@@ -555,7 +555,7 @@ class Reducer:
             return
         if self.announced_local:
             raise InvalidState(
-                "ranks without data were told in forward that the next backward pass is not "
+                "forward has announced to ranks without data that the next backward pass is not "
                 "reduced. Call prepare_for_backward() before forward, or leave no_sync() first"
             )
         self._syncs_next = True

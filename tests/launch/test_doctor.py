@@ -189,10 +189,8 @@ def test_the_oldest_torch_matches_the_package_requirement():
 def test_a_self_test_that_hangs_times_out_and_shows_where():
     verdict, measurements = self_test(deadline=0.01)
     assert not verdict.ok
-    # faulthandler may crash, since here the deadline passes while the ranks still run Python code.
-    assert "failed first: " in verdict.detail
-    assert "Timeout (" in verdict.detail
-    assert 'File "' in verdict.detail
+    assert "failed first: SIGALRM" in verdict.detail
+    assert "_selftest.py" in verdict.detail
     assert measurements == []
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import signal
 import statistics
 import sys
 import time
@@ -25,8 +26,9 @@ _WARM_UP, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS = 10, 200, 10  # calls
 
 
 def main() -> None:
-    # If it hangs, print where and exit.
-    faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)
+    # If it hangs, print where and end. faulthandler's own timer crashes if Python code is running.
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
     from torch._C._distributed_c10d import HashStore
 
     from ..groups import new_group

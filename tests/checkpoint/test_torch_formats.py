@@ -184,6 +184,13 @@ def test_each_rank_reads_its_own_archive(tmp_path):
         load(tmp_path / "c", 3, 4)
 
 
+@pytest.mark.parametrize("name", ["checkpoint_00.pt", "checkpoint_\u0660.pt"])
+def test_name_that_torch_does_not_write_is_no_archive(tmp_path, name):
+    save_archives(tmp_path / "c", [{"a": 1}])
+    (tmp_path / "c" / name).write_bytes(b"")
+    assert load(tmp_path / "c")[0] == {"a": 1}
+
+
 def test_our_checkpoint_in_the_same_folder_comes_first(tmp_path):
     save_archives(tmp_path / "c", [{"whose": "torch's"}])
     make_sync_checkpointer().save(str(tmp_path / "c"), {"whose": "ours"})

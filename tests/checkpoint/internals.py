@@ -48,6 +48,7 @@ from phalanx.checkpoint._state_tree import (
 )
 from phalanx.checkpoint._storage import (
     MESSAGE_PREFIX,
+    Source,
     checksum,
     data_file_name,
     files_to_remove,
@@ -91,6 +92,7 @@ __all__ = [
     "ProgressMeter",
     "RetentionPolicy",
     "ShardBounds",
+    "Source",
     "StagingBuffer",
     "StorageExchange",
     "StoreBarrierMember",

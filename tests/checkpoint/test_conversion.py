@@ -1,6 +1,7 @@
 """`phalanx checkpoint convert`: any layout becomes one of ours, atomically, in bounded memory."""
 
 import gc
+import tracemalloc
 from contextlib import contextmanager
 
 import pytest
@@ -211,3 +212,15 @@ def test_missing_source_or_rank_is_named(tmp_path):
     (tmp_path / "torch" / "checkpoint_1.pt").unlink()
     with pytest.raises(DamagedCheckpoint, match="lacks the state of rank 1"):
         convert_checkpoint(str(tmp_path / "torch"), str(tmp_path / "c"))
+
+
+def test_large_rank_in_a_name_costs_no_memory(tmp_path):
+    save_archives(tmp_path / "torch", [{"a": 1}])
+    (tmp_path / "torch" / "checkpoint_0.pt").rename(tmp_path / "torch" / "checkpoint_20000000.pt")
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedCheckpoint, match="lacks the state of rank 0"):
+            convert_checkpoint(str(tmp_path / "torch"), str(tmp_path / "c"))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()

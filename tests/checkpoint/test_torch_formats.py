@@ -1,5 +1,6 @@
 """Folders of torch's DCP and of its experimental checkpointer load bit for bit."""
 
+import gc
 import pickle
 import shutil
 
@@ -25,7 +26,7 @@ from phalanx.errors import (
     UnsupportedState,
 )
 
-from .internals import convert_checkpoint
+from .internals import Source, convert_checkpoint
 from .states import load, same, trained
 from .torch_states import (
     kinds,
@@ -182,6 +183,30 @@ def test_each_rank_reads_its_own_archive(tmp_path):
         upstream.CheckpointReader(upstream.RankInfo(3, 4)).read(str(tmp_path / "c"))
     with pytest.raises(CheckpointNotFound, match=r"no state of rank 3, only of ranks 0, 1, 2"):
         load(tmp_path / "c", 3, 4)
+
+
+@pytest.mark.parametrize("name", ["checkpoint_00.pt", "checkpoint_\u0660.pt"])
+def test_name_that_torch_does_not_write_is_no_archive(tmp_path, name):
+    save_archives(tmp_path / "c", [{"a": 1}])
+    (tmp_path / "c" / name).write_bytes(b"")
+    assert load(tmp_path / "c")[0] == {"a": 1}
+
+
+def test_load_into_strided_tensors_copies_one_at_a_time(tmp_path, monkeypatch):
+    names = ["a", "b", "c"]
+    save_archives(tmp_path / "c", [{name: torch.ones(512, 256) for name in names}])
+    state = {name: torch.zeros(256, 512).t() for name in names}
+    read, seen = Source.read_chunks, []
+
+    def live(*args):
+        found = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+        seen.append(len({each.data_ptr() for each in found if each.nbytes == 512 * 256 * 4}))
+        return read(*args)
+
+    monkeypatch.setattr(Source, "read_chunks", live)
+    loaded, _ = load(tmp_path / "c", state=state)
+    assert same(loaded, {name: torch.ones(512, 256) for name in names})
+    assert max(seen) <= len(names) + 1
 
 
 def test_our_checkpoint_in_the_same_folder_comes_first(tmp_path):

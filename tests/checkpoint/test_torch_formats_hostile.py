@@ -105,7 +105,39 @@ SIZE = named("torch", "Size")
 NEW_METADATA = named(METADATA, "Metadata") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
 ITSELF = pickle.EMPTY_LIST + pickle.MEMOIZE + pickle.BINGET + b"\0" + pickle.APPEND
 
+
+def twice(index):
+    """Return the opcodes for a tuple of an object in the memo, twice, which is the next one."""
+    return (pickle.BINGET + bytes([index])) * 2 + pickle.TUPLE2 + pickle.MEMOIZE
+
+
+MULTIPLIED = pickle.EMPTY_TUPLE + pickle.MEMOIZE + b"".join(map(twice, range(60)))
+MANY_KEYS = b"".join(text(str(i)) + pickle.NONE for i in range(10_000))
+COPY = pickle.BINGET + b"\1" + pickle.BINGET + b"\0" + pickle.TUPLE1 + pickle.REDUCE
+COPIED = (
+    *[pickle.EMPTY_DICT, pickle.MEMOIZE, pickle.MARK, MANY_KEYS, pickle.SETITEMS],
+    *[named("collections", "OrderedDict"), pickle.MEMOIZE, COPY * 10_000],
+)
+INDEX = named(METADATA, "MetadataIndex") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+
+
+def item(key, value):
+    return pickle.EMPTY_DICT + key + value + pickle.SETITEM
+
+
 PICKLES = {
+    "key that takes forever to hash": item(MULTIPLIED, pickle.NONE),
+    "keys that take forever to hash": (
+        pickle.EMPTY_DICT + pickle.MARK + MULTIPLIED + pickle.NONE + pickle.SETITEMS
+    ),
+    "copies of a dict": b"".join(COPIED),
+    "name that takes forever to print": build(
+        NEW_METADATA,
+        item(
+            text("storage_data"),
+            item(build(INDEX, item(text("fqn"), MULTIPLIED)), pickle.NONE),
+        ),
+    ),
     "system": call(named("os", "system"), text("touch proof")),
     "posix": call(named("posix", "system"), text("touch proof")),
     "global": pickle.GLOBAL + b"os\nsystem\n(" + text("touch proof") + b"tR",
@@ -218,6 +250,20 @@ def change_path(metadata, path):
     metadata.planner_data["rows"] = path
 
 
+def multiplied():
+    value = ()
+    for _ in range(60):
+        value = value, value
+    return value
+
+
+def share_empty_chunks(metadata):
+    """Make many tensors have one list of many chunks, which is in the pickle once."""
+    grid(metadata).chunks += [chunk([0, 0], [0, 0])] * 1000
+    many = {f"{i}": grid(metadata) for i in range(1000)}
+    metadata.state_dict_metadata.update(many)
+
+
 def set_property(metadata, name, value):
     setattr(grid(metadata).properties, name, value)
 
@@ -240,7 +286,7 @@ CHANGES = {
     "no place": (remove_place, "is in no file"),
     "overlap": (lambda m: replace_chunk(m, 1, [0, 3], [3, 4]), "is in no file|overlap"),
     "gap": (lambda m: grid(m).chunks.pop(), "overlap or leave a gap"),
-    "twice": (lambda m: grid(m).chunks.append(grid(m).chunks[0]), "overlap or leave a gap"),
+    "twice": (lambda m: grid(m).chunks.append(grid(m).chunks[0]), "two chunks at"),
     "outside": (lambda m: replace_chunk(m, 2, [3, 0], [2, 8]), "overlap or leave a gap|in no file"),
     "other dimensions": (lambda m: replace_chunk(m, 0, [0], [3]), "of other dimensions"),
     "enormous shape": (lambda m: setattr(grid(m), "size", torch.Size([2**40] * 3)), "too large"),
@@ -261,7 +307,7 @@ CHANGES = {
     "sparse": (lambda m: set_property(m, "layout", torch.sparse_coo), "not a dense tensor"),
     "no properties": (lambda m: setattr(grid(m), "properties", 1), "no valid dtype"),
     "text as tensor": (lambda m: m.state_dict_metadata.update(grid="x"), "not what DCP writes"),
-    "numbers as names": (lambda m: m.state_dict_metadata.update({3: grid(m)}), "not text"),
+    "numbers as names": (lambda m: m.state_dict_metadata.update({3: grid(m)}), "a key of type int"),
     "no tensors": (lambda m: setattr(m, "state_dict_metadata", None), "is not a dict"),
     "no places": (lambda m: setattr(m, "storage_data", [1]), "is not a dict"),
     "index": (lambda m: m.storage_data.update({"x": 1}), "not what DCP writes"),
@@ -273,6 +319,15 @@ CHANGES = {
     "path of a list": (lambda m: change_path(m, ["a"]), "no valid place in the state"),
     "same path": (lambda m: change_path(m, ("grid",)), "occurs twice"),
     "path in a value": (lambda m: change_path(m, ("grid", "x")), "is inside a value"),
+    "path that multiplies itself": (
+        lambda m: change_path(m, multiplied()),
+        "no valid place in the state",
+    ),
+    "place that multiplies itself": (
+        lambda m: place(m, relative_path=multiplied()),
+        "not a file of the folder",
+    ),
+    "shared chunks": (share_empty_chunks, "its tensors have .* chunks"),
     "huge index": (lambda m: change_path(m, ("a", 2**60)), "most of them missing"),
 }
 
@@ -429,6 +484,14 @@ def test_memory_of_expanded_and_overlapping_tensors_is_that_of_the_file(tmp_path
     loaded, _ = load(tmp_path / "c")
     assert loaded["large"].shape == (1 << 40,)
     assert len({each.untyped_storage().data_ptr() for each in loaded["views"]}) == 1
+
+
+def test_expanded_tensor_that_loading_would_copy_is_rejected(tmp_path):
+    one = torch.ones(1, dtype=torch.complex64)
+    for name, each in {"conj": one.conj(), "neg": one.conj().imag}.items():
+        save_archives(tmp_path / name, [{"large": each.expand(1 << 40)}])
+        with pytest.raises(UnsupportedState, match="large is an expanded tensor"):
+            load(tmp_path / name)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -335,6 +335,24 @@ def test_ls_and_show_list_checkpoints_of_torch(theirs):
     }
 
 
+def test_directories_of_torch_may_have_any_names(theirs):
+    for name in ("latest", "step1", "step1b2"):
+        (theirs / name).mkdir()
+        save_archives(theirs / name, [{"a": 1}])
+    paths = [line.split()[-1] for line in call("ls", "torch").splitlines()[1:6]]
+    assert paths == [
+        f"torch/{each}" for each in ("latest", "step1", "step1b2", "dcp-9", "archives-10")
+    ]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint_0.pt"])
+def test_file_of_torch_next_to_our_checkpoints_does_not_hide_them(theirs, name):
+    call("convert", "torch/dcp-9", "run/step-00000007")
+    (theirs.parent / "run" / name).touch()
+    (one,) = json.loads(call("ls", "--json", "run"))
+    assert (one["step"], one["format"]) == (7, "phalanx")
+
+
 def test_verify_reads_checkpoints_of_torch(theirs):
     assert call("verify", "torch").count("good: ") == 2
     file = theirs / "archives-10" / "checkpoint_1.pt"

@@ -36,8 +36,10 @@ _LOCK_DIRECTORY = ".saving"
 
 
 DCP_METADATA = ".metadata"
-DCP_RANK_METADATA = re.compile(r"__(\d{1,8})\.metadata")  # of a save without collectives
-RANK_ARCHIVE = re.compile(r"checkpoint_(\d{1,8})\.pt")  # of torch's experimental checkpointer
+DCP_RANK_METADATA = re.compile(r"__(0|[1-9][0-9]{0,7})\.metadata")  # of a save without collectives
+RANK_ARCHIVE = re.compile(
+    r"checkpoint_(0|[1-9][0-9]{0,7})\.pt"
+)  # of torch's experimental checkpointer
 
 
 def torch_layout(names: Collection[str]) -> Literal["dcp", "rank archives", "hugging face", ""]:

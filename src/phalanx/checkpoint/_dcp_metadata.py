@@ -12,10 +12,11 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import pairwise, product
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -66,6 +67,14 @@ _Dtype = _inert("dtype")
 _Layout = _inert("layout")
 _Unused = _inert("unused")  # where the checkpoint was saved, how tensors were laid out in memory
 
+
+class _OrderedDict(metaclass=_SealedType):
+    """Makes an empty dict, but no copy of another one: a small pickle could ask for many."""
+
+    def __new__(cls) -> dict[Any, Any]:  # type: ignore[misc]
+        return {}
+
+
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
 _ADMITTED: dict[tuple[str, str], type] = {
@@ -82,7 +91,7 @@ _ADMITTED: dict[tuple[str, str], type] = {
     (f"{_DCP}.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): _Size,
     ("torch.serialization", "_get_layout"): _Layout,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _OrderedDict,
     **{
         (module, f"{kind}Path"): _Unused
         for module in ("pathlib", "pathlib._local")
@@ -102,6 +111,10 @@ _OPCODES = [
     *[pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD],
 ]
 
+_HANDLERS: dict[int, Callable[[Any], None]] = {
+    opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in _OPCODES
+}
+
 
 class _MetadataUnpickler(pickle._Unpickler):
     """Unpickle DCP's metadata into records.
@@ -109,9 +122,7 @@ class _MetadataUnpickler(pickle._Unpickler):
     In Python, since the one in C allocates as much memory as an opcode of a few bytes asks for.
     """
 
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in _OPCODES
-    }
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {**_HANDLERS}
 
     def find_class(self, module: str, name: str) -> Any:
         if type(module) is str and type(name) is str:
@@ -120,6 +131,26 @@ class _MetadataUnpickler(pickle._Unpickler):
             if (module, name) in _ADMITTED:
                 return _ADMITTED[module, name]
         raise MalformedManifest(f"it names {module!s:.80}.{name!s:.80}, which is not part of DCP")
+
+    stack: list[Any]
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        _HANDLERS[pickle.SETITEM[0]](self)
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])
+        _HANDLERS[pickle.SETITEMS[0]](self)
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    """Check that keys are quick to hash: a tuple that contains another one twice is not."""
+    for key in keys:
+        if type(key) not in (str, _Index):
+            raise MalformedManifest(f"it has a key of type {type(key).__name__}")
 
 
 def _unpickle(data: bytes) -> Any:
@@ -131,10 +162,19 @@ def _unpickle(data: bytes) -> Any:
         raise MalformedManifest(f"its pickle is invalid ({type(error).__name__})") from error
 
 
+def _shorten(value: Any) -> str:
+    """Return the start of a value's repr, which may be too long to compute."""
+    return f"{reprlib.repr(value):.80}"
+
+
 class ByteRange(NamedTuple):
     file: str
     begin: int
     end: int
+
+
+_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], ByteRange]
+"""By flattened name, and by offsets for a chunk of a tensor."""
 
 
 class DcpChunk(NamedTuple):
@@ -162,15 +202,19 @@ class DcpMetadata(NamedTuple):
 def parse_metadata(data: bytes) -> DcpMetadata:
     """Read DCP's metadata; raises `MalformedManifest` for what DCP would not write."""
     fields = _fields(_unpickle(data), _Metadata, "the metadata")
-    stored: dict[tuple[str, tuple[int, ...] | None], ByteRange] = {}
+    stored: _Places = {}
     for index, info in _mapping(fields.get("storage_data"), "storage_data").items():
-        name = _fields(index, _Index, "an index").get("fqn")
+        name = _text(_fields(index, _Index, "an index").get("fqn"))
         offset = index.state.get("offset")
         where = _parse_range(info, f"{name!r:.80}")
-        stored[_text(name), None if offset is None else _parse_size(offset, "an offset")] = where
+        key = name, None if offset is None else _parse_size(offset, "an offset")
+        if stored.setdefault(key, where) is not where:
+            raise MalformedManifest(f"{name!r:.80} is in two places")
     _check_disjoint(stored.values())
     tensors, values = {}, {}
-    for name, entry in _mapping(fields.get("state_dict_metadata"), "state_dict_metadata").items():
+    entries = _mapping(fields.get("state_dict_metadata"), "state_dict_metadata")
+    _check_count(entries.values(), len(data))
+    for name, entry in entries.items():
         if type(entry) is not _BytesStorage:
             tensors[name] = _parse_tensor(_text(name), entry, stored)
         elif (_text(name), None) in stored:
@@ -182,6 +226,17 @@ def parse_metadata(data: bytes) -> DcpMetadata:
     for name in {**tensors, **values}:
         _check_path(paths.setdefault(name, (name,)), name)
     return DcpMetadata(tensors, values, paths)
+
+
+def _check_count(entries: Iterable[Any], limit: int) -> None:
+    """Check that there are no more chunks than a pickle has bytes: tensors may share a list."""
+    count = 0
+    for entry in entries:
+        state = entry.state if type(entry) is _TensorStorage else None
+        boxes = state.get("chunks") if type(state) is dict else None
+        count += len(boxes) if type(boxes) is list else 0
+    if count > limit:
+        raise MalformedManifest(f"its tensors have {count} chunks")
 
 
 def _fields(record: Any, kind: type[_InertRecord], what: str) -> dict[str, Any]:
@@ -208,7 +263,7 @@ def _parse_size(value: Any, what: str) -> tuple[int, ...]:
     if type(sizes) not in (tuple, list) or len(sizes) > 64:
         raise MalformedManifest(f"{what} is not a torch.Size of at most 64 dimensions")
     if not all(type(each) is int and 0 <= each < 2**62 for each in sizes):
-        raise MalformedManifest(f"{what} has an invalid length: {sizes!r:.80}")
+        raise MalformedManifest(f"{what} has an invalid length: {_shorten(sizes)}")
     return tuple(sizes)
 
 
@@ -218,12 +273,14 @@ def _parse_range(info: Any, what: str) -> ByteRange:
     offset: Any = fields.get("offset")
     length: Any = fields.get("length")
     if type(file) is not str or not _CHUNK_FILE.fullmatch(file):
-        raise MalformedManifest(f"{what} is in {file!r:.80}, which is not a file of the folder")
+        raise MalformedManifest(f"{what} is in {_shorten(file)}, which is not a file of the folder")
     if not all(type(each) is int and 0 <= each < 2**62 for each in (offset, length)):
-        raise MalformedManifest(f"{what} is at an invalid place: {offset!r:.40}, {length!r:.40}")
+        raise MalformedManifest(
+            f"{what} is at an invalid place: {_shorten(offset)}, {_shorten(length)}"
+        )
     if transforms := fields.get("transform_descriptors"):
         raise UnsupportedState(
-            f"{what} was transformed when it was saved ({transforms!r:.60}). Load it with "
+            f"{what} was transformed when it was saved ({_shorten(transforms)}). Load it with "
             "torch.distributed.checkpoint, and save it without extensions"
         )
     return ByteRange(file, offset, offset + length)
@@ -238,9 +295,7 @@ def _check_disjoint(ranges: Iterable[ByteRange]) -> None:
             )
 
 
-def _parse_tensor(
-    name: str, entry: Any, stored: dict[tuple[str, tuple[int, ...] | None], ByteRange]
-) -> DcpTensor:
+def _parse_tensor(name: str, entry: Any, stored: _Places) -> DcpTensor:
     fields = _fields(entry, _TensorStorage, f"{name!r:.80}")
     properties = fields.get("properties")
     state = properties.state if type(properties) is _Properties else None
@@ -255,7 +310,18 @@ def _parse_tensor(
         raise MalformedManifest(f"{name} has the shape {list(shape)}, which is too large")
     if type(boxes) is not list:
         raise MalformedManifest(f"{name!r:.80} has no list of chunks")
-    parts = []
+    parts = _parse_chunks(name, dtype, shape, boxes, stored)
+    if 0 not in shape:
+        _check_cover(name, shape, parts)
+    elif parts:
+        raise MalformedManifest(f"{name} is empty, but has chunks")
+    return DcpTensor(dtype, shape, tuple(parts))
+
+
+def _parse_chunks(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], boxes: list[Any], stored: _Places
+) -> list[DcpChunk]:
+    parts: dict[tuple[int, ...], DcpChunk] = {}
     for box in boxes:
         chunk = _fields(box, _Chunk, f"a chunk of {name!r:.80}")
         offsets = _parse_size(chunk.get("offsets"), f"an offset in {name!r:.80}")
@@ -272,12 +338,10 @@ def _parse_tensor(
                 f"the chunk {format_tensor(dtype, sizes)} of {name} is in "
                 f"{where.end - where.begin} bytes of {where.file}"
             )
-        parts.append(DcpChunk(offsets, sizes, where))
-    if 0 not in shape:
-        _check_cover(name, shape, parts)
-    elif parts:
-        raise MalformedManifest(f"{name} is empty, but has chunks")
-    return DcpTensor(dtype, shape, tuple(parts))
+        if offsets in parts:
+            raise MalformedManifest(f"{name} has two chunks at {list(offsets)}: they overlap")
+        parts[offsets] = DcpChunk(offsets, sizes, where)
+    return [*parts.values()]
 
 
 def _check_cover(name: str, shape: tuple[int, ...], parts: list[DcpChunk]) -> None:
@@ -308,4 +372,4 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: list[DcpChunk]) -> No
 def _check_path(path: Any, name: str) -> None:
     is_valid = type(path) is tuple and 0 < len(path) <= MAX_DEPTH and type(path[0]) is str
     if not is_valid or not all(type(k) is str or (type(k) is int and k >= 0) for k in path):
-        raise MalformedManifest(f"{name!r:.80} has no valid place in the state: {path!r:.80}")
+        raise MalformedManifest(f"{name!r:.80} has no valid place in the state: {_shorten(path)}")

@@ -212,7 +212,7 @@ class LoadPlan:
             if is_readable_later:
                 checkpoint.verify(leaf)
             else:
-                self._prefetched[i] = checkpoint.fetch(leaf)
+                self._prefetched[i] = self._read_copy(leaf)
 
     def _fetch_new(self, leaf: TensorLeaf) -> Tensor:
         identity = self._checkpoint.identity(leaf)
@@ -233,8 +233,14 @@ class LoadPlan:
                     with suppress(RuntimeError):  # inference tensors have no version
                         torch.autograd.graph.increment_version(tensor)
                 else:
-                    tensor.copy_(self._checkpoint.fetch(leaf))
+                    tensor.copy_(self._read_copy(leaf))
         return self._root()
+
+    def _read_copy(self, leaf: TensorLeaf) -> Tensor:
+        """Return a new tensor with the shape of an existing one; `fetch` may keep its memory."""
+        tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+        self._checkpoint.read_into(tensor, leaf)
+        return tensor
 
     def _fit(self, target: Any, node: Node, path: StatePath) -> _Apply:
         if isinstance(node, Deferred):

@@ -5,7 +5,8 @@ of a tensor is. A chunk is an archive of ``torch.save``, and so is a value that 
 The experimental checkpointer writes one archive per rank, ``checkpoint_0.pt``.
 
 All of them may come from an attacker. `_dcp_metadata` reads the pickle. Archives go through
-``torch.load(weights_only=True)`` onto the meta device, which reads no data. Data is read when it
+``torch.load(weights_only=True)`` onto the meta device, which reads no data. It runs no code, but
+does not bound its time and memory: the pickle of an archive can exhaust both. Data is read when it
 is asked for, from places whose bounds, sizes and checksums were checked.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import reprlib
 import struct
 import sys
 import zipfile
@@ -269,8 +271,8 @@ class _Archive:
             for key in value:
                 if type(key) not in KEY_TYPES:
                     raise UnsupportedState(
-                        f"{format_path(path)} in {self._label} has the key {key!r:.40}; keys must "
-                        "be strings, numbers, booleans or None"
+                        f"{format_path(path)} in {self._label} has the key "
+                        f"{reprlib.repr(key)}; keys must be strings, numbers, booleans or None"
                     )
             return Branch("dict", {k: self._tree(v, (*path, k)) for k, v in value.items()})
         if type(value) in (list, tuple):
@@ -314,9 +316,11 @@ class TorchCheckpoint(ABC):
     @property
     def world_size(self) -> int:
         """The number of ranks of which a state was saved; raises if one is missing."""
-        missing = sorted({*range(max(self.ranks, default=0))} - {*self.ranks})
-        if self.ranks and missing:
-            raise DamagedCheckpoint(f"{self.path} lacks the state of {format_ranks(missing)}")
+        for rank, found in enumerate(self.ranks):
+            if rank != found:
+                raise DamagedCheckpoint(
+                    f"{self.path} lacks the state of rank {rank}, but has that of rank {found}"
+                )
         return len(self.ranks) or 1
 
     @property
@@ -362,9 +366,11 @@ class TorchCheckpoint(ABC):
         """Return a new CPU tensor. Those that shared memory in an archive share it again."""
         stored = leaf.data
         if isinstance(stored, StoredTensor) and 0 not in leaf.shape:
+            if stored.is_conj or stored.is_neg:
+                return self.read(leaf)  # a copy in any case
             if stored.data not in self._shared:
                 self._shared[stored.data] = self._read_bytes(stored.data)
-            return stored.view_of(self._shared[stored.data]).resolve_conj().resolve_neg()
+            return stored.view_of(self._shared[stored.data])
         return self.read(leaf)
 
     def read(self, leaf: TensorLeaf) -> Tensor:

@@ -111,8 +111,6 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
     with suppress(CheckpointNotFound):
         return [_read_checkpoint(path)]
     directory = checkpoint_directory_at(path)
-    if directory.torch_layout():
-        return [_read_torch_checkpoint(path)]
     for _ in range(_ATTEMPTS):
         steps, found = directory.steps(), []
         for each in map(directory.path_of, steps):
@@ -128,6 +126,8 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
             break  # otherwise all of them were just removed, so there are newer ones
     if not is_remote(path) and not os.path.exists(path):
         raise CheckpointNotFound(f"{path} does not exist")
+    if directory.torch_layout():  # after steps, next to which there may be any file
+        return [_read_torch_checkpoint(path)]
     if found := _find_torch_checkpoints(path):
         return found
     raise CheckpointNotFound(f"{path} contains no checkpoint")
@@ -153,7 +153,7 @@ def _find_torch_checkpoints(path: str) -> list[CheckpointInfo]:
     """Return what torch wrote into subdirectories, in the order of the numbers in their names."""
     if is_remote(path) or not os.path.isdir(path):
         return []
-    names = sorted(os.listdir(path), key=lambda name: [*map(int, re.findall(r"\d+", name)), name])
+    names = sorted(os.listdir(path), key=lambda name: ([*map(int, re.findall(r"\d+", name))], name))
     inner = [each for name in names if os.path.isdir(each := os.path.join(path, name))]
     layouts = [checkpoint_directory_at(each).torch_layout() for each in inner]
     return [

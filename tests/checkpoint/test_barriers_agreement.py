@@ -62,8 +62,8 @@ def test_number_of_store_keys_is_bounded(server, together):
         together(2, lambda rank: [places[rank].wait(None, LONG) for _ in range(times)])
         return len(keys(server, places[0]))
 
-    few = use(10)
-    assert use(990) == few
+    few = use(10) + 4  # the last keys of a use may be deleted in the next one
+    assert use(990) <= few
     failed = [caught(places[0].wait, "alone", 0.001) for _ in range(40)]
     assert all(isinstance(error, BarrierTimeout) for error in failed)
     assert len(keys(server, places[0])) <= few

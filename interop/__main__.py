@@ -33,15 +33,13 @@ def main(
     Exits with 1 if a program that passes with torch fails or gives other results on phalanx.
     """
     check_versions()
-    from benchmarks.machine import Machine
-
     from . import speed, table
     from .catalog import REPORTING, THIRD_PARTY
     from .runner import describe, measure, verdicts
 
     if names and docs is not None:
         raise click.UsageError("--docs needs all programs: the tables are written as a whole")
-    machine = Machine.here()
+    conditions = table.Conditions()
     chosen = [
         [each for each in programs if not names or any(name in describe(each) for name in names)]
         for programs in (REPORTING, THIRD_PARTY)
@@ -49,7 +47,7 @@ def main(
     reporting = list(measure(chosen[0], rounds, _tell))
     scripts = list(measure(chosen[1], 1, _tell))
     blocks = {
-        "programs": f"{table.where(machine)}\n\n{table.reporting_table(reporting)}",
+        "programs": f"{conditions.describe()}\n\n{table.reporting_table(reporting)}",
         "scripts": table.script_table(scripts),
     }
     gains = {
@@ -57,7 +55,9 @@ def main(
         for framework in {row.program.framework for row in reporting}
     }
     if speed_rounds:
-        blocks["speed"] = speed.table(speed.measure(speed_rounds, _tell))
+        conditions = table.Conditions()
+        figures = speed.table(speed.measure(speed_rounds, _tell))
+        blocks["speed"] = f"{conditions.describe()}\n\n{figures}"
     for text in blocks.values():
         click.echo(f"\n{text}")
     if docs is not None:

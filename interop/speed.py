@@ -28,6 +28,8 @@ JOBS = (*(str(mode) for mode in Mode), EDITED)
 RANKS = 2
 CHUNK = 0.06
 """Seconds of steps at a time."""
+AIM = 1.02
+"""What drop-in may cost, as a multiple of the edited script."""
 _PATIENCE = 120.0
 
 
@@ -128,6 +130,7 @@ def _measure_model(model: str, running: dict[str, Job], rounds: int) -> Speed:
 def table(found: Sequence[Speed]) -> str:
     """Return the figures in Markdown."""
     head = ["model", *(f"{name}, ms" for name in JOBS), "drop-in vs. Gloo", "drop-in / edited"]
+    head.append("within 2%")
     lines = [head, ["---"] * len(head)]
     for speed in found:
         own = speed.samples[Mode.DROP_IN]
@@ -139,6 +142,7 @@ def table(found: Sequence[Speed]) -> str:
                 *(f"{1e3 * quartiles(speed.samples[name]).median:.3g}" for name in JOBS),
                 f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f})",
                 f"{cost.median:.3f} ({cost.low:.3f} to {cost.high:.3f})",
+                "yes" if cost.high <= AIM else "no" if cost.low > AIM else "not sure",
             ]
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import resource
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from statistics import median, quantiles
 from textwrap import fill
 
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, busy_seconds
 
 from .catalog import Launcher, Mode
 from .runner import Row, Run
@@ -16,15 +18,38 @@ from .runner import Row, Run
 FRAMEWORKS = ("torch", "accelerate", "lightning", "transformers")
 
 
-def where(machine: Machine) -> str:
-    """Return one sentence about versions and the machine."""
+class Conditions:
+    """Where figures come from, and how busy others kept the machine meanwhile."""
+
+    def __init__(self) -> None:
+        self._machine = Machine.here()
+        self._begin = time.monotonic()
+        self._busy = busy_seconds()
+        self._own = _own_seconds()
+
+    def describe(self) -> str:
+        """Return two sentences, when all is measured."""
+        text = _where(self._machine)
+        busy = busy_seconds()
+        if busy is not None and self._busy is not None:
+            others = busy - self._busy - (_own_seconds() - self._own)
+            cores = max(0.0, others) / (time.monotonic() - self._begin)
+            text += f" Other programs used {cores:.2f} cores meanwhile."
+        return fill(text, 118)
+
+
+def _own_seconds() -> float:
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _where(machine: Machine) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in FRAMEWORKS)
     day = machine.date.partition("T")[0]
-    text = (
+    return (
         f"Measured on {day} with {versions}, Python {machine.python}, on {machine.cores} cores of "
-        f"{machine.cpu}, one thread per rank; load {machine.load} before the start."
+        f"{machine.cpu}, one thread per rank."
     )
-    return fill(text, 118)
 
 
 def reporting_table(rows: Sequence[Row]) -> str:

@@ -11,22 +11,29 @@ from record import StepTimer, report
 
 
 class Watch(Callback):
-    """Keeps the times of steps, the last loss, and the wrapper that the strategy made."""
+    """Keeps the times of steps, the last loss, and the wrapper that the strategy made.
+
+    A step is one of the optimizer: all the batches whose gradients it accumulates.
+    """
 
     def __init__(self) -> None:
         self.times = StepTimer()
         self.loss = torch.tensor(0.0)
         self.wrapper: torch.nn.Module | None = None
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Start the clock."""
-        self.times.restart()
+    def on_train_batch_start(
+        self, trainer: Trainer, _module: LightningModule, _batch: Any, number: int
+    ) -> None:
+        """Start the clock with the first batch of a step."""
+        if number % trainer.accumulate_grad_batches == 0:
+            self.times.restart()
 
     def on_train_batch_end(
-        self, trainer: Trainer, _module: LightningModule, outputs: Any, *_: Any
+        self, trainer: Trainer, _module: LightningModule, outputs: Any, _batch: Any, number: int
     ) -> None:
-        """Stop it."""
-        self.times.step_ended()
+        """Stop it with the last."""
+        if (number + 1) % trainer.accumulate_grad_batches == 0:
+            self.times.step_ended()
         self.loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         self.wrapper = trainer.strategy.model
 

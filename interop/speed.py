@@ -1,7 +1,9 @@
 """Whether drop-in is as fast as an edited script: the same steps in four jobs, in turn.
 
 All jobs are up at the same time. One at a time runs a few steps, while the others wait in a read.
-What else the machine does slows all of them alike, and each round gives one ratio per pair.
+What else the machine does slows all of them alike, and each round gives one ratio per pair. Where a
+process finds its memory can cost it some per cent for as long as it lives, so the rounds are divided
+between several launches.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ CHUNK = 0.06
 """Seconds of steps at a time."""
 AIM = 1.02
 """What drop-in may cost, as a multiple of the edited script."""
+LAUNCHES = 3
 _PATIENCE = 120.0
 
 
@@ -103,19 +106,20 @@ def _launch(name: str, address: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def measure(rounds: int, tell: Callable[[str], None]) -> list[Speed]:
     """Measure all models."""
-    found = []
-    with jobs() as running:
-        for model in running[EDITED].models:
-            tell(f"speed: {model}")
-            found.append(_measure_model(model, running, rounds))
-    return found
+    found: dict[str, Speed] = {}
+    for launch in range(LAUNCHES):
+        with jobs() as running:
+            for model in running[EDITED].models:
+                tell(f"speed: {model}, launch {launch + 1} of {LAUNCHES}")
+                speed = found.setdefault(model, Speed(model, {name: [] for name in JOBS}))
+                _measure_model(speed, running, -(-rounds // LAUNCHES))
+    return list(found.values())
 
 
-def _measure_model(model: str, running: dict[str, Job], rounds: int) -> Speed:
-    speed = Speed(model, {name: [] for name in JOBS})
+def _measure_model(speed: Speed, running: dict[str, Job], rounds: int) -> None:
     steps = {}
     for name, job in running.items():
-        wrappers = {answer["ddp"] for answer in job.ask(model=model)}
+        wrappers = {answer["ddp"] for answer in job.ask(model=speed.model)}
         expected = {"phalanx"} if name in (EDITED, Mode.DROP_IN) else {"torch"}
         assert wrappers == expected, f"{name}: DDP of {wrappers}, not {expected}"
         job.run(3)
@@ -124,7 +128,6 @@ def _measure_model(model: str, running: dict[str, Job], rounds: int) -> Speed:
         for place in range(len(JOBS)):
             name = JOBS[(turn + place) % len(JOBS)]
             speed.samples[name].append(running[name].run(steps[name]))
-    return speed
 
 
 def table(found: Sequence[Speed]) -> str:

@@ -8,8 +8,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <exception>
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -105,6 +107,62 @@ std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, int roo
   return start(started, work, [&] { return engine.issue(std::move(request)); });
 }
 
+// Converts the numbers of a tree; no tree has one that does not fit.
+template <class T>
+std::vector<T> as_small(const std::vector<std::int64_t>& numbers) {
+  std::vector<T> small;
+  small.reserve(numbers.size());
+  for (const std::int64_t number : numbers) {
+    if (number < 0 || number > std::numeric_limits<T>::max())
+      throw std::invalid_argument("a number of inputs or merges is out of range");
+    small.push_back(static_cast<T>(number));
+  }
+  return small;
+}
+
+// A large input must be in the region. Peers may read as many slots as any rank has inputs.
+std::uint64_t issue_tree(Engine& engine, int type, Address input, std::size_t slot_bytes,
+                         std::size_t slots, std::size_t output_bytes,
+                         const std::vector<std::int64_t>& tree_inputs,
+                         const std::vector<std::int64_t>& merges, double divisor, nb::handle shape,
+                         nb::list started, nb::handle work) {
+  const auto tree = std::make_shared<Tree>();
+  tree->inputs = as_small<std::uint16_t>(tree_inputs);
+  tree->merges = as_small<std::uint8_t>(merges);
+  tree->slot_bytes = slot_bytes;
+  const auto most = std::max_element(tree->inputs.begin(), tree->inputs.end());
+  const std::size_t used = most == tree->inputs.end() ? 0 : std::min<std::size_t>(*most, slots);
+  Request request;
+  request.kind = Collective::tree_allreduce;
+  request.reduction = {static_cast<DType>(type), ReduceOp::sum, divisor};
+  request.input = pointer(input);
+  request.bytes = used == 0 ? 0 : (used - 1) * slot_bytes + output_bytes;
+  request.output_bytes = output_bytes;
+  request.fingerprint = fingerprint_of(output_bytes, shape);
+  request.outputs.push_back(request.input);
+  request.tree = tree;
+  if (const char* const error = engine.tree_error(request)) throw std::invalid_argument(error);
+  return start(started, work, [&] { return engine.issue(std::move(request)); });
+}
+
+void sum_tree_into(Address into, const std::vector<Address>& inputs,
+                   const std::vector<std::int64_t>& merges, int type, std::size_t count,
+                   double divisor) {
+  const std::vector<std::uint8_t> order = as_small<std::uint8_t>(merges);
+  const auto of = static_cast<DType>(type);
+  if (type < 0 || type >= kDTypes || !supports_tree(of))
+    throw std::invalid_argument("the element type must be float or complex");
+  if (!is_tree(order)) throw std::invalid_argument("merges must leave one sum");
+  if (inputs.size() != order.size())
+    throw std::invalid_argument("merges must have one number per input");
+  if (!is_tree_divisor(divisor)) throw std::invalid_argument("divisor must be from 2^-126 to 2^126");
+  std::vector<const void*> in;
+  for (const Address input : inputs) in.push_back(pointer(input));
+  void* const out = pointer(into);
+  const nb::gil_scoped_release release;
+  sum_tree(of, in, order, divisor, {&out, 1}, count);
+}
+
 template <class Enum>
 using Names = std::initializer_list<std::pair<const char*, Enum>>;
 
@@ -127,6 +185,7 @@ void add_constants(nb::module_& module, const char* name, Names<Enum> names) {
 
 void export_constants(nb::module_& module) {
   module.attr("MAX_RANKS") = kMaxRanks;
+  module.attr("MAX_TREE_INPUTS") = kMaxTreeInputs;
   module.attr("DTYPES") = to_dict<DType>(
       {{"float32", DType::float32},     {"float64", DType::float64}, {"float16", DType::float16},
        {"bfloat16", DType::bfloat16},   {"int8", DType::int8},       {"int16", DType::int16},
@@ -144,7 +203,7 @@ void export_constants(nb::module_& module) {
                    {{"BARRIER", C::barrier}, {"ALLREDUCE", C::allreduce}, {"REDUCE", C::reduce},
                     {"BROADCAST", C::broadcast}, {"ALLGATHER", C::allgather}, {"GATHER", C::gather},
                     {"SCATTER", C::scatter}, {"REDUCE_SCATTER", C::reduce_scatter},
-                    {"ALLTOALL", C::alltoall}});
+                    {"ALLTOALL", C::alltoall}, {"TREE_ALLREDUCE", C::tree_allreduce}});
   add_constants<Outcome>(module, "Outcome",
                          {{"PENDING", Outcome::pending}, {"FINISHED", Outcome::finished},
                           {"DEAD", Outcome::dead}, {"MISMATCH", Outcome::mismatch},
@@ -188,6 +247,8 @@ NB_MODULE(_engine, module) {
                stream_bytes(pointer(into), pointer(from), bytes);
              },
              NoGil());
+  module.def("sum_tree", &sum_tree_into, "into"_a, "inputs"_a, "merges"_a, "type"_a, "count"_a,
+             "divisor"_a);
   module.def("park_dying_threads", &park_dying_threads);
   module.def("instruction_set", &instruction_set);
 
@@ -247,6 +308,7 @@ NB_MODULE(_engine, module) {
       .def_prop_ro("has_driver", &Engine::has_driver)
       .def("issue", &issue)
       .def("issue_in_place", &issue_in_place)
+      .def("issue_tree", &issue_tree)
       .def("test", [](Engine& engine, std::uint64_t ticket) { return as_tuple(engine.test(ticket)); },
            NoGil())
       .def("wait",

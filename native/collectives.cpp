@@ -1,7 +1,9 @@
 // This rank's part of each collective, on the three data paths of `engine.hpp`.
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
+#include <numeric>
 #include <span>
 
 #include "copy.hpp"
@@ -38,6 +40,16 @@ void reduce_bypassing_cache(const Reduction& reduction, std::span<const void* co
     reduce(reduction, {inputs, in.size()}, piece, now);
     stream_bytes(out + done * size, piece, now * size);
   }
+}
+
+// Fills in the inputs of a tree, given the first slot of each rank, and returns their number.
+template <class At>
+std::size_t tree_inputs(const Tree& tree, At&& at, const void* (&inputs)[kMaxTreeInputs]) {
+  std::size_t count = 0;
+  for (std::size_t rank = 0; rank < tree.inputs.size(); ++rank)
+    for (std::size_t slot = 0; slot < tree.inputs[rank]; ++slot)
+      inputs[count++] = at(static_cast<int>(rank)) + slot * tree.slot_bytes;
+  return count;
 }
 
 }  // namespace
@@ -81,6 +93,9 @@ class Executor {
         break;
       case Collective::alltoall:
         exchange(at, from, to);
+        break;
+      case Collective::tree_allreduce:
+        sum_small_tree(at);
         break;
       case Collective::barrier:
         break;
@@ -138,6 +153,16 @@ class Executor {
       reduce(request_.reduction, {inputs, count}, into, elements);
   }
 
+  template <class At>
+  void sum_small_tree(At& at) {
+    const void* inputs[kMaxTreeInputs];
+    const std::size_t count = tree_inputs(*request_.tree, at, inputs);
+    const DType type = request_.reduction.type;
+    void* const output = request_.outputs[0];
+    sum_tree(type, {inputs, count}, request_.tree->merges, request_.reduction.factor, {&output, 1},
+             request_.output_bytes / size_of(type));
+  }
+
   Engine& engine_;
   const Request& request_;
   const Engine::Operation& operation_;
@@ -166,6 +191,7 @@ bool Engine::execute(Operation& operation) {
     return true;
   }
   if (!direct) {
+    assert(request.kind != Collective::tree_allreduce && "callers check tree_error()");
     operation.in_windows = true;
     operation.windows = (longest + layout.sizes.window - 1) / layout.sizes.window;
     return run_windows(operation);
@@ -196,6 +222,7 @@ bool Engine::for_each_piece(Operation& operation, std::size_t length, Piece&& pi
 bool Engine::execute_direct(Operation& operation, std::size_t longest) {
   const Request& request = operation.request;
   if (request.kind == Collective::broadcast) return broadcast(operation, longest);
+  if (request.kind == Collective::tree_allreduce) return sum_tree_directly(operation);
   const auto place = [&](int rank) {
     return region_.bytes(descriptor(rank, operation.sequence).offset);
   };
@@ -215,6 +242,48 @@ bool Engine::execute_direct(Operation& operation, std::size_t longest) {
     for (const int rank : members_) buffers[count++] = place(rank) + own.first * size + from;
     reduce_to_all(request.reduction, {buffers, count}, (to - from) / size);
   });
+}
+
+// Each rank sums its slice over the slots of all ranks and stores the result into the first slot of all.
+bool Engine::sum_tree_directly(Operation& operation) {
+  const Request& request = operation.request;
+  const Tree& tree = *request.tree;
+  const DType type = request.reduction.type;
+  const std::size_t size = size_of(type);
+  const Slice own = slice(request.output_bytes / size, size, member_index(), members_.size());
+  const std::size_t length = (own.last - own.first) * size;
+  return for_each_piece(operation, length, [&](std::size_t from, std::size_t to) {
+    const auto place = [&](int rank) {
+      return region_.bytes(descriptor(rank, operation.sequence).offset) + own.first * size + from;
+    };
+    const void* inputs[kMaxTreeInputs];
+    const std::size_t count = tree_inputs(tree, place, inputs);
+    void* outputs[kMaxRanks];
+    for (int rank = 0; rank < ranks_; ++rank) outputs[rank] = place(rank);
+    sum_tree(type, {inputs, count}, tree.merges, request.reduction.factor,
+             {outputs, static_cast<std::size_t>(ranks_)}, (to - from) / size);
+  });
+}
+
+const char* Engine::tree_error(const Request& request) const {
+  const Tree& tree = *request.tree;
+  if (!supports_tree(request.reduction.type)) return "the element type must be float or complex";
+  if (!is_tree_divisor(request.reduction.factor)) return "divisor must be from 2^-126 to 2^126";
+  if (tree.inputs.size() != static_cast<std::size_t>(ranks_))
+    return "tree_inputs must have one number per rank";
+  const std::size_t size = size_of(request.reduction.type);
+  const std::size_t slots = *std::max_element(tree.inputs.begin(), tree.inputs.end());
+  const std::size_t count = std::accumulate(tree.inputs.begin(), tree.inputs.end(), std::size_t{0});
+  if (count != tree.merges.size()) return "merges must have one number per input of the tree";
+  if (!is_tree(tree.merges)) return "merges must leave one sum: see sum_tree";
+  if (request.output_bytes % size != 0 || tree.slot_bytes % size != 0)
+    return "slots must have whole elements";
+  if (request.output_bytes > tree.slot_bytes) return "the result must fit into a slot";
+  if (request.bytes < (slots - 1) * tree.slot_bytes + request.output_bytes)
+    return "there must be as many slots as any rank has inputs";
+  if (!is_small(request) && region_.offset_of(request.input, request.bytes) == kNever)
+    return "a large input must be in shared memory: see allocate";
+  return nullptr;
 }
 
 // Whether an operation touches more than fits in the cache.

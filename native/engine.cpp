@@ -12,11 +12,6 @@ namespace {
 
 constexpr std::uint64_t kDeathCheckInterval = 5'000'000;  // nanoseconds
 
-bool has_root(Collective kind) {
-  return kind == Collective::reduce || kind == Collective::broadcast || kind == Collective::gather ||
-         kind == Collective::scatter;
-}
-
 }  // namespace
 
 Engine::Engine(Region region, int rank, int cores)
@@ -367,8 +362,8 @@ bool Engine::execute_next() {
   if (!all_reached(&Control::arrived, next)) return false;
   Operation& operation = *to_execute_;
   if (!operation.in_windows && !matches_peers(operation)) return false;
-  if (has_root(operation.request.kind) && !is_member(operation.request.root))
-    mark_failed(operation, Outcome::root_left, operation.request.root);
+  if (const int missing = missing_rank(operation.request); missing >= 0)
+    mark_failed(operation, Outcome::root_left, missing);
   else if (!execute(operation))
     return false;
   executed_ = next;
@@ -432,8 +427,11 @@ bool Engine::matches_peers(const Operation& operation) {
   return true;
 }
 
-// In an all-to-all, whether a rank sends as much as this rank has room for.
+// In an all-to-all, whether a rank sends as much as this rank has room for. In a tree all-reduce,
+// whether it has as much memory as this rank, which reads what its own tree says.
 bool Engine::sizes_match(const Operation& operation, int rank) const {
+  if (operation.request.kind == Collective::tree_allreduce)
+    return descriptor(rank, operation.sequence).bytes == operation.request.bytes;
   if (operation.request.kind != Collective::alltoall) return true;
   const std::uint64_t* sent = region_.control(rank).splits[operation.sequence % kRingSize];
   const auto me = static_cast<std::size_t>(rank_);

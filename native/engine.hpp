@@ -57,17 +57,26 @@ class Process {
   const int pidfd_;
 };
 
+// The order of a tree all-reduce (see `sum_tree`). Every rank has memory for as many slots as the rank
+// with most inputs. The result replaces the first slot.
+struct Tree {
+  std::vector<std::uint16_t> inputs;  // of each rank, in its first slots
+  std::vector<std::uint8_t> merges;   // over the inputs of rank 0, then of rank 1...
+  std::size_t slot_bytes = 0;         // from the beginning of one slot to the next
+};
+
 // An operation to issue. The caller owns the memory and keeps it until the operation has ended.
 struct Request {
   Collective kind = Collective::barrier;
   Reduction reduction{DType::uint8, ReduceOp::sum, 1.0};
   int root = 0;
-  char* input = nullptr;          // contiguous; for allreduce, reduce and broadcast also the output
+  char* input = nullptr;          // contiguous; for all-reduces, reduce and broadcast also the output
   std::size_t bytes = 0;          // of the input
   std::uint64_t fingerprint = 0;  // must be equal on all ranks
   std::vector<char*> outputs;     // one per rank where the operation has several, else one
   std::size_t output_bytes = 0;   // of each output; for alltoall of all together
   std::vector<std::uint64_t> send_at, receive_at;  // alltoall: where each rank's part begins
+  std::shared_ptr<const Tree> tree;  // tree_allreduce, whose `reduction.factor` is the divisor
 };
 
 // `root_left` and `torn` end one operation, with the same result on every rank; the group continues.
@@ -78,8 +87,8 @@ enum class Outcome : std::uint8_t {
   dead,
   mismatch,
   aborted,
-  root_left,
-  torn,  // a rank died during the operation and was excluded
+  root_left,  // or of a tree all-reduce any rank
+  torn,       // a rank died during the operation and was excluded
 };
 
 struct Result {
@@ -120,6 +129,10 @@ class Engine {
 
   // Queues an operation and returns its ticket. Tickets count up from 1.
   std::uint64_t issue(Request request);
+
+  // Returns why a tree all-reduce must not be issued, or null. Its input has to be small or in the
+  // region: there is no path through windows.
+  const char* tree_error(const Request& request) const;
 
   // Issues without blocking. The ticket is 0, and nothing has changed, if another thread holds the
   // engine or it has failed. `more` says that work is left which may take long; `test` does it.
@@ -250,12 +263,14 @@ class Engine {
   void end_access();
   void wait_for_accesses();
   bool died_before(int rank, Counter Control::*counter, std::uint64_t needed) const;
+  int missing_rank(const Request& request) const;
   int idle_root(const Operation& operation) const;
   int torn_by(const Operation& operation) const;
   void mark_failed(Operation& operation, Outcome outcome, int rank);
   template <class Piece>
   bool for_each_piece(Operation& operation, std::size_t length, Piece&& piece);
   bool execute_direct(Operation& operation, std::size_t longest);
+  bool sum_tree_directly(Operation& operation);
   bool bypasses_cache(const Request& request, std::size_t longest) const;
   bool broadcast(Operation& operation, std::size_t bytes);
   bool run_windows(Operation& operation);

@@ -107,6 +107,23 @@ bool Engine::died_before(int rank, Counter Control::*counter, std::uint64_t need
   return is_excluded(rank) && (region_.control(rank).*counter).read() < needed;
 }
 
+// Returns a rank that the operation needs and that is not a member, or -1. All members return the same.
+int Engine::missing_rank(const Request& request) const {
+  switch (request.kind) {
+    case Collective::reduce:
+    case Collective::broadcast:
+    case Collective::gather:
+    case Collective::scatter:
+      return is_member(request.root) ? -1 : request.root;
+    case Collective::tree_allreduce:
+      for (int rank = 0; rank < ranks_; ++rank)
+        if (!is_member(rank)) return rank;
+      return -1;
+    default:
+      return -1;
+  }
+}
+
 // Returns a root that accesses no peer's buffers, or -1. Its input is complete when it has arrived, so
 // nobody has to wait for it to be done.
 int Engine::idle_root(const Operation& operation) const {
@@ -130,6 +147,7 @@ int Engine::torn_by(const Operation& operation) const {
   const Request& request = operation.request;
   for (const int rank : members_) {
     const bool stores = request.kind == Collective::allreduce ||
+                        request.kind == Collective::tree_allreduce ||
                         (operation.root_assists && rank == request.root);
     if (stores && died_before(rank, &Control::done, operation.sequence)) return rank;
   }

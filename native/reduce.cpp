@@ -2,6 +2,7 @@
 
 #include "reduce.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <cassert>
 
@@ -50,6 +51,13 @@ Kernel find(const Reduction& reduction) {
   return kernel;
 }
 
+// A complex number is a pair of reals here: sums and quotients by a real work part by part.
+DType part_of(DType type) {
+  if (type == DType::complex64) return DType::float32;
+  if (type == DType::complex128) return DType::float64;
+  return type;
+}
+
 }  // namespace
 
 const KernelTable* const* available_tables() { return available().tables; }
@@ -69,7 +77,8 @@ bool supports(DType type, ReduceOp op) {
 void reduce(const Reduction& reduction, std::span<const void* const> in, void* out,
             std::size_t count) {
   assert(!in.empty());
-  find(reduction)({in.data(), in.size(), &out, 1, count, reduction.factor});
+  find(reduction)({in.data(), in.size(), &out, 1, count, reduction.factor,
+                   static_cast<double>(in.size())});
 }
 
 // One pass through registers, at every size. Alternatives on Zen 4, with 2 to 4 buffers of 16 KiB to
@@ -77,8 +86,38 @@ void reduce(const Reduction& reduction, std::span<const void* const> in, void* o
 // 6 times, since the lines are already in the cache; prefetching gains nothing.
 void reduce_to_all(const Reduction& reduction, std::span<void* const> buffers, std::size_t count) {
   assert(!buffers.empty());
-  find(reduction)(
-      {buffers.data(), buffers.size(), buffers.data(), buffers.size(), count, reduction.factor});
+  find(reduction)({buffers.data(), buffers.size(), buffers.data(), buffers.size(), count,
+                   reduction.factor, static_cast<double>(buffers.size())});
+}
+
+bool supports_tree(DType type) {
+  return static_cast<int>(type) < kDTypes &&
+         baseline::table.trees[static_cast<int>(part_of(type))] != nullptr;
+}
+
+bool is_tree(std::span<const std::uint8_t> merges) {
+  if (merges.size() > kMaxTreeInputs) return false;
+  std::size_t sums = 0;
+  for (const std::size_t merged : merges) {
+    if (++sums > kMaxTreeDepth || merged >= sums) return false;
+    sums -= merged;
+  }
+  return sums == 1;
+}
+
+bool is_tree_divisor(double divisor) { return divisor >= 0x1p-126 && divisor <= 0x1p126; }
+
+void sum_tree(DType type, std::span<const void* const> in, std::span<const std::uint8_t> merges,
+              double divisor, std::span<void* const> out, std::size_t count) {
+  assert(supports_tree(type) && is_tree(merges) && is_tree_divisor(divisor));
+  assert(in.size() == merges.size());
+  const DType part = part_of(type);
+  const bool from_left =
+      std::all_of(merges.begin() + 1, merges.end(), [](std::uint8_t merged) { return merged == 1; });
+  const KernelTable* table = current_table().load(std::memory_order_relaxed);
+  table->trees[static_cast<int>(part)]({in.data(), in.size(), out.data(), out.size(),
+                                        count * size_of(type) / size_of(part), 1.0, divisor,
+                                        from_left ? nullptr : merges.data()});
 }
 
 }  // namespace phalanx

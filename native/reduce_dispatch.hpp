@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "types.hpp"
 
@@ -19,6 +20,8 @@ struct KernelArguments {
   std::size_t outputs;
   std::size_t count;  // of elements
   double factor;      // of premul_sum
+  double divisor;     // of avg on floats, and of trees
+  const std::uint8_t* merges = nullptr;  // of a tree; null for the order of the inputs
 };
 
 using Kernel = void (*)(const KernelArguments&);
@@ -26,6 +29,7 @@ using Kernel = void (*)(const KernelArguments&);
 struct KernelTable {
   const char* name;
   Kernel kernels[kDTypes][kReduceOps];  // null where the type does not have the operation
+  Kernel trees[kDTypes];  // sums in the order of a tree; null for all but real floats
 };
 
 namespace baseline {

@@ -80,9 +80,17 @@ INLINE Halves to_float16(Floats f) {
 INLINE Floats from_bfloat16(Halves h) { return as<Floats>(widen(h) << 16); }
 
 // The instruction of AVX512_BF16 flushes subnormals to zero, which gives other bits.
-INLINE Halves to_bfloat16(Floats f) {
+INLINE Bits rounded_to_bfloat16(Floats f) {  // in the upper half; the lower half is undefined
   const Bits bits = as<Bits>(f);
-  const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Bits quiet_nan = (bits >> 16) | 0x40;
-  return narrow(f != f ? quiet_nan : rounded);
+  const Bits rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  const Bits quiet_nan = bits | 0x400000;
+  return f != f ? quiet_nan : rounded;
+}
+
+INLINE Halves to_bfloat16(Floats f) { return narrow(rounded_to_bfloat16(f) >> 16); }
+
+// The float32 values of what would be stored.
+INLINE Floats round_to_float16(Floats f) { return from_float16(to_float16(f)); }
+INLINE Floats round_to_bfloat16(Floats f) {
+  return as<Floats>(rounded_to_bfloat16(f) & 0xffff0000u);
 }

@@ -88,6 +88,7 @@ struct Float16 {
   static constexpr std::size_t kElement = 2;
   static constexpr std::size_t kBytes = kVectorBytes / 2;
 
+  INLINE static Lanes round(Lanes lanes) { return round_to_float16(lanes); }
   INLINE static Lanes load(const char* from) { return from_float16(load_bits<Halves>(from)); }
   INLINE static void store(char* to, Lanes lanes) { store_bits(to, to_float16(lanes)); }
 };
@@ -98,6 +99,7 @@ struct BFloat16 {
   static constexpr std::size_t kElement = 2;
   static constexpr std::size_t kBytes = kVectorBytes / 2;
 
+  INLINE static Lanes round(Lanes lanes) { return round_to_bfloat16(lanes); }
   INLINE static Lanes load(const char* from) { return from_bfloat16(load_bits<Halves>(from)); }
   INLINE static void store(char* to, Lanes lanes) { store_bits(to, to_bfloat16(lanes)); }
 };
@@ -184,7 +186,7 @@ std::size_t reduce_fixed_blocks(const Op& op, const KernelArguments& a) {
   void* out[outputs];
   for (std::size_t r = 0; r < inputs; ++r) in[r] = a.in[r];
   for (std::size_t r = 0; r < outputs; ++r) out[r] = a.out[r];
-  return reduce_blocks(op, {in, inputs, out, outputs, a.count, a.factor});
+  return reduce_blocks(op, {in, inputs, out, outputs, a.count, a.factor, a.divisor});
 }
 
 // Loops for few buffers keep every pointer in a register, which is a quarter faster while the data is in
@@ -228,8 +230,84 @@ void run_hot(const KernelArguments& a) {
 
 template <class F>
 void run_average(const KernelArguments& a) {
-  const bool power_of_two = (a.inputs & (a.inputs - 1)) == 0;
-  power_of_two ? run_hot<AverageOfPowerOfTwo<F>>(a) : run_hot<Average<F>>(a);
+  if (is_power_of_two(a.divisor)) return run_hot<AverageOfPowerOfTwo<Sum<F>>>(a);
+  run_hot<Average<Sum<F>>>(a);
+}
+
+// -------------------------------------------------------------------------------------- the trees
+
+// Combines the inputs in the order of a tree; `load(r, v)` returns vector v of input r. The topmost sum
+// is in registers, so that an input which is merged at once costs no more than in the order of inputs.
+template <std::size_t vectors, class Op, class Load>
+INLINE void combine_tree(const Op& op, const KernelArguments& a,
+                         typename Op::Format::Lanes (&top)[vectors], Load&& load) {
+  typename Op::Format::Lanes below[kMaxTreeDepth - 1][vectors];
+  std::size_t depth = 0;
+  for (std::size_t v = 0; v < vectors; ++v) top[v] = load(0, v);
+  for (std::size_t r = 1; r < a.inputs; ++r) {
+    std::size_t merges = a.merges[r];
+    if (merges == 0) {
+      for (std::size_t v = 0; v < vectors; ++v) below[depth][v] = top[v];
+      for (std::size_t v = 0; v < vectors; ++v) top[v] = load(r, v);
+      ++depth;
+      continue;
+    }
+    for (std::size_t v = 0; v < vectors; ++v) top[v] = op.combine(top[v], load(r, v));
+    while (--merges > 0) {
+      --depth;
+      for (std::size_t v = 0; v < vectors; ++v) top[v] = op.combine(below[depth][v], top[v]);
+    }
+  }
+  for (auto& lanes : top) lanes = op.finish(lanes);
+}
+
+// As in `reduce_block`, all loads come before the first store.
+template <std::size_t vectors, class Op>
+INLINE void tree_block(const Op& op, const KernelArguments& a, std::size_t at) {
+  using F = typename Op::Format;
+  typename F::Lanes total[vectors];
+  combine_tree(op, a, total, [&](std::size_t r, std::size_t v) {
+    return F::load(static_cast<const char*>(a.in[r]) + at + v * F::kBytes);
+  });
+  for (std::size_t r = 0; r < a.outputs; ++r) {
+    char* out = static_cast<char*>(a.out[r]) + at;
+    for (std::size_t v = 0; v < vectors; ++v) F::store(out + v * F::kBytes, total[v]);
+  }
+}
+
+template <class Op>
+void tree_part(const Op& op, const KernelArguments& a, std::size_t at, std::size_t bytes) {
+  using F = typename Op::Format;
+  typename F::Lanes total[1];
+  combine_tree(op, a, total, [&](std::size_t r, std::size_t) {
+    return load_part<F>(static_cast<const char*>(a.in[r]) + at, bytes);
+  });
+  for (std::size_t r = 0; r < a.outputs; ++r) {
+    store_part<F>(static_cast<char*>(a.out[r]) + at, total[0], bytes);
+  }
+}
+
+template <class Op>
+void run_tree_order(const KernelArguments a) {  // by value: see `reduce_blocks`
+  const Op op(a);
+  const std::size_t bytes = a.count * Op::Format::kElement;
+  std::size_t at = 0;
+  for (; bytes - at >= kBlock<Op>; at += kBlock<Op>) tree_block<4>(op, a, at);
+  for (; bytes - at >= Op::Format::kBytes; at += Op::Format::kBytes) tree_block<1>(op, a, at);
+  if (at < bytes) tree_part(op, a, at, bytes - at);
+}
+
+template <class Op>
+void run_any_order(const KernelArguments& a) {
+  a.merges == nullptr ? run_hot<Op>(a) : run_tree_order<Op>(a);
+}
+
+template <class S>
+void run_tree(const KernelArguments& a) {
+  if (a.divisor == 1 && a.inputs <= 2) return run_hot<Sum<typename S::Format>>(a);  // stores round
+  if (a.divisor == 1) return run_any_order<S>(a);
+  if (is_power_of_two(a.divisor)) return run_any_order<AverageOfPowerOfTwo<S>>(a);
+  run_any_order<Average<S>>(a);
 }
 
 // -------------------------------------------------------------------------------------- the table
@@ -286,7 +364,7 @@ constexpr Row row_of_booleans() {
 }
 
 constexpr KernelTable make_table() {
-  KernelTable made{PHALANX_ISA_NAME, {}};
+  KernelTable made{PHALANX_ISA_NAME, {}, {}};
   const auto set = [&made](DType type, const Row& row) {
     for (int op = 0; op < kReduceOps; ++op) {
       made.kernels[static_cast<int>(type)][op] = row.kernels[op];
@@ -307,6 +385,10 @@ constexpr KernelTable make_table() {
   set(DType::boolean, row_of_booleans());
   set(DType::complex64, row_of_complex<Complex<float>>());
   set(DType::complex128, row_of_complex<Complex<double>>());
+  made.trees[static_cast<int>(DType::float32)] = run_tree<Sum<Plain<float>>>;
+  made.trees[static_cast<int>(DType::float64)] = run_tree<Sum<Plain<double>>>;
+  made.trees[static_cast<int>(DType::float16)] = run_tree<RoundedSum<Float16>>;
+  made.trees[static_cast<int>(DType::bfloat16)] = run_tree<RoundedSum<BFloat16>>;
   return made;
 }
 

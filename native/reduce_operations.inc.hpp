@@ -21,6 +21,14 @@ struct Sum : Operation<F> {
   INLINE static Lanes combine(Lanes a, Lanes b) { return a + b; }
 };
 
+// Rounds each sum to the element type, as if it were stored and loaded again.
+template <class F>
+struct RoundedSum : Operation<F> {
+  using Lanes = typename F::Lanes;
+  using Operation<F>::Operation;
+  INLINE static Lanes combine(Lanes a, Lanes b) { return F::round(a + b); }
+};
+
 template <class F>
 struct Product : Operation<F> {
   using Lanes = typename F::Lanes;
@@ -65,27 +73,33 @@ struct Max : Operation<F> {
   INLINE static Lanes combine(Lanes a, Lanes b) { return (b > a) | (b != b) ? b : a; }
 };
 
-template <class F>
-struct Average : Sum<F> {
-  using Lanes = typename F::Lanes;
+// S is the sum to divide.
+template <class S>
+struct Average : S {
+  using Lane = typename S::Format::Lane;
+  using Lanes = typename S::Format::Lanes;
   Lanes divisor;
 
   explicit Average(const KernelArguments& a)
-      : Sum<F>(a), divisor(Lanes{} + static_cast<typename F::Lane>(a.inputs)) {}
+      : S(a), divisor(Lanes{} + static_cast<Lane>(a.divisor)) {}
   INLINE Lanes finish(Lanes sum) const { return sum / divisor; }
 };
 
 // For a power of two the reciprocal is exact, so the product has the same bits as the quotient. Division
 // limits the speed in the first-level cache.
-template <class F>
-struct AverageOfPowerOfTwo : Sum<F> {
-  using Lanes = typename F::Lanes;
+template <class S>
+struct AverageOfPowerOfTwo : S {
+  using Lane = typename S::Format::Lane;
+  using Lanes = typename S::Format::Lanes;
   Lanes reciprocal;
 
   explicit AverageOfPowerOfTwo(const KernelArguments& a)
-      : Sum<F>(a), reciprocal(Lanes{} + 1 / static_cast<typename F::Lane>(a.inputs)) {}
+      : S(a), reciprocal(Lanes{} + 1 / static_cast<Lane>(a.divisor)) {}
   INLINE Lanes finish(Lanes sum) const { return sum * reciprocal; }
 };
+
+// Of a normal number, whose significand has 52 bits beside the leading one.
+inline bool is_power_of_two(double value) { return as<std::uint64_t>(value) << 12 == 0; }
 
 // Integers divide one by one, in `Wide`: there is no vector instruction, and the number of inputs may not
 // fit the element type (200 ranks, int8). F has unsigned lanes; Signed is the element type.

@@ -42,6 +42,10 @@ enum class ReduceOp : std::uint8_t {
 
 inline constexpr int kReduceOps = 9;
 
+// Limits of a sum in the order of a tree: its inputs, and sums that exist at the same time.
+inline constexpr std::size_t kMaxTreeInputs = 256;
+inline constexpr std::size_t kMaxTreeDepth = 32;
+
 constexpr std::size_t size_of(DType type) {
   constexpr std::size_t sizes[kDTypes] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 2, 4, 8, 1, 8, 16};
   return sizes[static_cast<int>(type)];

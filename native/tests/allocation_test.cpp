@@ -5,6 +5,7 @@
 #include <dirent.h>
 #include <stdlib.h>
 
+#include <bit>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -183,6 +184,31 @@ void run_collectives() {
     }
 }
 
+// Small and direct; the request is built again in each attempt.
+void run_trees() {
+  Ranks ranks;
+  std::uint64_t ticket = 0;
+  for (const std::size_t count : {5u, 300u}) {
+    std::vector<Buffer> nodes;
+    for (int rank = 0; rank < Ranks::kSize; ++rank) {
+      nodes.emplace_back(ranks[rank], 2 * count, true);
+      nodes.back().fill_floats(static_cast<float>(rank + 1));
+    }
+    ++ticket;
+    for (int rank = 0; rank < Ranks::kSize; ++rank) {
+      char* const data = nodes[static_cast<std::size_t>(rank)].bytes();
+      const std::uint64_t issued = attempt([&] {
+        return ranks[rank].issue(tree_sum(data, count, count, {2, 1, 1}, {0, 1, 0, 2}, 2.0));
+      });
+      CHECK(issued == ticket);
+    }
+    for (int rank = 0; rank < Ranks::kSize; ++rank)
+      CHECK(ranks.result(rank, ticket).outcome == Outcome::finished);
+    for (Buffer& each : nodes)
+      CHECK(each[0] == std::bit_cast<int>(3.5f) && each[count - 1] == each[0]);
+  }
+}
+
 // Failed operations, and many in flight.
 void exclude_and_leave() {
   Ranks ranks;
@@ -353,6 +379,7 @@ void test_starved_receive() {
 int main() {
   fail_each_allocation(create_regions, "create_regions");
   fail_each_allocation(run_collectives, "run_collectives");
+  fail_each_allocation(run_trees, "run_trees");
   fail_each_allocation(exclude_and_leave, "exclude_and_leave");
   fail_each_allocation(send_and_receive, "send_and_receive");
   fail_each_allocation(run_with_drivers, "run_with_drivers");

@@ -1,6 +1,7 @@
 // The engine with threads as ranks: every collective on every data path.
 
 #include <atomic>
+#include <bit>
 #include <thread>
 #include <vector>
 
@@ -29,6 +30,107 @@ void test_allreduce(int ranks) {
         ++salt;
       }
   });
+}
+
+// The definition of the order of a tree.
+float sum_in_order(const std::vector<float>& inputs, const std::vector<std::uint8_t>& merges) {
+  std::vector<float> sums;
+  for (std::size_t r = 0; r < inputs.size(); ++r) {
+    sums.push_back(inputs[r]);
+    for (int i = 0; i < merges[r]; ++i) {
+      const float right = sums.back();
+      sums.pop_back();
+      sums.back() += right;
+    }
+  }
+  CHECK(sums.size() == 1);
+  return sums[0];
+}
+
+// An order whose sums differ from those of other orders.
+std::vector<std::uint8_t> some_order(std::size_t inputs, std::size_t salt) {
+  std::vector<std::uint8_t> merges(inputs);
+  std::size_t sums = 0;
+  for (std::size_t r = 0; r < inputs; ++r) {
+    const std::size_t can_merge = sums++;
+    const std::size_t merged = r + 1 == inputs ? can_merge : (r * 5 + salt) % 3 % (can_merge + 1);
+    merges[r] = static_cast<std::uint8_t>(merged);
+    sums -= merged;
+  }
+  return merges;
+}
+
+float part(int rank, std::size_t slot, std::size_t i, std::size_t salt) {
+  return static_cast<float>((static_cast<std::size_t>(rank) * 37 + slot * 11 + i * 3 + salt) % 101) /
+         (slot % 2 == 0 ? 0.7f : 700.0f);
+}
+
+// Ranks have unequal numbers of inputs, and one may have none. What is not part of the result stays.
+void test_tree_allreduce(int ranks) {
+  run(ranks, [&](Engine& engine, int rank) {
+    std::size_t salt = 0;
+    for (const std::size_t most : {1u, 2u, 3u})
+      for (const std::size_t count : {0u, 1u, 3u, 100u, 333u})
+        for (const bool shared : {false, true}) {
+          ++salt;
+          const std::size_t stride = count + salt % 3;
+          std::vector<std::uint16_t> inputs;
+          for (int r = 0; r < ranks; ++r)
+            inputs.push_back(static_cast<std::uint16_t>(
+                r == 0 ? most : (static_cast<std::size_t>(r) + salt) % (most + 1)));
+          std::size_t all = 0;
+          for (const auto number : inputs) all += number;
+          const auto merges = some_order(all, salt);
+          const double divisor = salt % 2 == 0 ? 3.0 : 4.0;
+          Buffer buffer(engine, most * stride, shared);
+          for (std::size_t i = 0; i < most * stride; ++i)
+            buffer[i] = std::bit_cast<int>(
+                i % stride < count ? part(rank, i / stride, i % stride, salt) : -1.0f);
+          Request request = tree_sum(buffer.bytes(), count, stride, inputs, merges, divisor);
+          const bool large = request.bytes > tiny().small;
+          CHECK((engine.tree_error(request) != nullptr) == (large && !shared));
+          if (large && !shared) continue;
+          finish(engine, engine.issue(std::move(request)));
+          bool right = true;
+          for (std::size_t i = 0; i < most * stride; ++i) {
+            float wanted = i % stride < count ? part(rank, i / stride, i % stride, salt) : -1.0f;
+            if (i < count) {
+              std::vector<float> values;
+              for (int r = 0; r < ranks; ++r)
+                for (std::size_t slot = 0; slot < inputs[static_cast<std::size_t>(r)]; ++slot)
+                  values.push_back(part(r, slot, i, salt));
+              wanted = sum_in_order(values, merges) / static_cast<float>(divisor);
+            }
+            right = right && buffer[i] == std::bit_cast<int>(wanted);
+          }
+          CHECK(right);
+        }
+  });
+}
+
+void test_tree_errors() {
+  Region region = Region::create("memfd", 2, tiny());
+  Engine engine(region.alias(), 0, 2);
+  Buffer shared(engine, 100, true);
+  char* const data = shared.bytes();
+  const auto error = [&](const Request& request) { return engine.tree_error(request) != nullptr; };
+  CHECK(!error(tree_sum(data, 50, 50, {2, 1}, {0, 0, 2}, 3.0)));
+  CHECK(error(tree_sum(data, 50, 50, {2}, {0, 1})));
+  CHECK(error(tree_sum(data, 50, 50, {2, 1, 1}, {0, 1, 1, 1})));
+  CHECK(error(tree_sum(data, 50, 50, {2, 1}, {0, 1})));
+  CHECK(error(tree_sum(data, 50, 50, {2, 1}, {0, 0, 1})));
+  CHECK(error(tree_sum(data, 50, 49, {2, 1}, {0, 1, 1})));
+  CHECK(error(tree_sum(data, 50, 50, {2, 1}, {0, 1, 1}, 0.0)));
+  CHECK(error(tree_sum(data, 50, 50, {200, 57}, std::vector<std::uint8_t>(257, 1))));
+  Request request = tree_sum(data, 50, 50, {2, 1}, {0, 1, 1});
+  request.bytes -= 4;
+  CHECK(error(request));
+  request.bytes += 4;
+  request.reduction.type = DType::int32;
+  CHECK(error(request));
+  request.reduction.type = DType::float64;
+  request.output_bytes -= 4;
+  CHECK(error(request));
 }
 
 // More operations in flight than the ring holds.
@@ -310,6 +412,51 @@ void test_root_that_left() {
   });
 }
 
+// A tree needs every rank, and the group continues without it.
+void test_tree_without_rank(bool excluded) {
+  run(3, [&](Engine& engine, int rank) {
+    if (rank == 1) {
+      if (!excluded) CHECK(engine.leave());
+      return;
+    }
+    if (excluded) engine.exclude(1);
+    for (const std::size_t count : {10u, 300u}) {
+      Buffer buffer(engine, count, true);
+      buffer.fill_floats(2.0f);
+      const auto ticket = engine.issue(tree_sum(buffer.bytes(), count, 3));
+      const auto result = engine.wait(ticket, 20 * kSecond);
+      CHECK(result.outcome == Outcome::root_left && result.first == 1);
+      CHECK(buffer.holds_floats(2.0f));
+      buffer.fill(1);
+      finish(engine, engine.issue(in_place(Collective::allreduce, buffer)));
+      CHECK(buffer.holds(2));
+      barrier(engine);
+    }
+  });
+}
+
+// Different orders, divisors or lengths are reported; lengths also if the fingerprints collide.
+void test_tree_mismatch() {
+  for (const int difference : {0, 1, 2})
+    run(2, [&](Engine& engine, int rank) {
+      Buffer buffer(engine, 600, true);
+      buffer.fill_floats(1.0f);
+      const bool other = rank == 1;
+      Request request = tree_sum(buffer.bytes(), 100, 100, {1, 2},
+                                 other && difference == 0 ? std::vector<std::uint8_t>{0, 0, 2}
+                                                          : std::vector<std::uint8_t>{0, 1, 1},
+                                 other && difference == 1 ? 2.0 : 1.0);
+      if (other && difference == 2) {
+        const auto fingerprint = request.fingerprint;
+        request = tree_sum(buffer.bytes(), 100, 200, {1, 3}, {0, 1, 1, 1});
+        request.fingerprint = fingerprint;
+      }
+      const auto result = engine.wait(engine.issue(std::move(request)), 20 * kSecond);
+      CHECK(result.outcome == Outcome::mismatch && result.first == 0 && result.second == 1);
+      CHECK(buffer.holds_floats(1.0f));
+    });
+}
+
 // Rank 2 dies after it has announced an operation. The survivors agree: it finishes if rank 2 was not
 // needed any more, and is torn otherwise; later operations run without it.
 void test_exclude(std::size_t count, bool shared, bool torn) {
@@ -338,6 +485,36 @@ void test_exclude(std::size_t count, bool shared, bool torn) {
     finish(engine, sum());
     CHECK(buffer[0] == 2 && buffer[count - 1] == 2);
     CHECK((engine.members() == std::vector<int>{0, 1}));
+  });
+}
+
+// The same for a tree, which cannot run without it later.
+void test_exclude_in_tree(std::size_t count, bool torn) {
+  std::atomic<bool> dead{false};
+  run(3, [&](Engine& engine, int rank) {
+    Buffer buffer(engine, count, true);
+    const auto sum = [&] {
+      buffer.fill_floats(1.0f);
+      return engine.issue(tree_sum(buffer.bytes(), count, 3));
+    };
+    finish(engine, sum());
+    if (rank == 2) {
+      sum();  // announced, but never executed
+      dead = true;
+      return;
+    }
+    while (!dead) yield_core();
+    const auto ticket = sum();
+    if (torn) CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
+    engine.abort();
+    engine.exclude(2);
+    const auto result = engine.wait(ticket, 20 * kSecond);
+    CHECK(result.outcome == (torn ? Outcome::torn : Outcome::finished));
+    if (torn) CHECK(result.first == 2);
+    if (!torn) CHECK(buffer.holds_floats(3.0f));
+    const auto next = engine.wait(sum(), 20 * kSecond);
+    CHECK(next.outcome == Outcome::root_left && next.first == 2);
+    barrier(engine);
   });
 }
 
@@ -481,6 +658,7 @@ void test_dead_root(bool shared) {
 void test_all_modes() {
   for (const int ranks : {1, 2, 3, 5}) {
     test_allreduce(ranks);
+    test_tree_allreduce(ranks);
     test_asynchronous(ranks);
     test_try_issue(ranks);
     test_broadcast_and_reduce(ranks);
@@ -493,6 +671,9 @@ void test_all_modes() {
   test_leave();
   test_leave_with_operations_in_flight();
   test_root_that_left();
+  test_tree_without_rank(false);
+  test_tree_without_rank(true);
+  test_tree_mismatch();
   test_mismatch_and_timeout();
   test_death_behind_late_rank();
   test_abort_ends_transfers();
@@ -503,6 +684,8 @@ void test_deaths() {
   test_exclude(10, false, false);  // small: its input is in its slot
   test_exclude(300, true, true);   // its slice is missing
   test_exclude(300, false, true);  // its windows are empty
+  test_exclude_in_tree(10, false);
+  test_exclude_in_tree(300, true);
   test_dead_root(true);
   test_dead_root(false);
 }
@@ -516,6 +699,7 @@ int main() {
     if (by != DriverMode::threads) test_deaths();
   }
   driver_mode = DriverMode::callers;  // these need ranks without a driver
+  test_tree_errors();
   test_uneven_alltoall();
   test_aborted_buffer_is_not_written();
   test_streamed_copies();

@@ -2,6 +2,7 @@
 // no rank accesses the buffers of one that has aborted.
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <memory>
 #include <random>
@@ -32,13 +33,24 @@ struct Call {
 int input_value(int rank, std::size_t call) { return (rank + 1) * 100 + static_cast<int>(call); }
 constexpr int kGarbage = -77'777;
 
+Request in_place_of(Collective kind, Buffer& buffer, int ranks) {
+  if (kind == Collective::tree_allreduce)
+    return tree_sum(buffer.bytes(), buffer.size() / sizeof(float), ranks);
+  return in_place(kind, buffer, 1);
+}
+
+// Two inputs of ranks 0 and 2, one of the others.
+Request tree_of_four(Buffer& buffer, std::size_t count) {
+  return tree_sum(buffer.bytes(), count / 2, count / 2, {2, 1, 2, 1}, {0, 1, 0, 0, 1, 3});
+}
+
 class Rank {
  public:
   Rank(const Region& region, int rank, const std::vector<Call>& calls)
       : rank_(rank), calls_(calls), engine(region.alias(), rank, kSize) {
     for (std::size_t call = 0; call < calls.size(); ++call) {
       inputs_.emplace_back(engine, calls[call].count, calls[call].shared[rank], call * kRoom);
-      inputs_.back().fill(input_value(rank, call));
+      inputs_.back().fill(element(rank, call));
       outputs_.emplace_back(calls[call].count * kSize, 0);
     }
   }
@@ -47,6 +59,8 @@ class Rank {
     const std::size_t call = tickets.size();
     Request request = in_place(calls_[call].kind, inputs_[call], calls_[call].root);
     const std::size_t count = calls_[call].count;
+    if (calls_[call].kind == Collective::tree_allreduce)
+      request = tree_of_four(inputs_[call], count);
     if (calls_[call].kind == Collective::allgather) {
       request.outputs.clear();
       for (std::size_t r = 0; r < kSize; ++r)
@@ -90,6 +104,8 @@ class Rank {
                 input_value(rank, call))
               return false;
         return true;
+      case Collective::tree_allreduce:
+        return members.size() == kSize && is_tree_sum(call, sum);
       default:
         return true;
     }
@@ -101,6 +117,24 @@ class Rank {
   std::vector<std::uint64_t> tickets;
 
  private:
+  int element(int rank, std::size_t call) const {
+    const int value = input_value(rank, call);
+    return calls_[call].kind == Collective::tree_allreduce
+               ? std::bit_cast<int>(static_cast<float>(value))
+               : value;
+  }
+
+  // Given the sum of one input per rank. The second slot stays.
+  bool is_tree_sum(std::size_t call, int sum) {
+    const int all = sum + input_value(0, call) + input_value(2, call);
+    const std::size_t count = calls_[call].count;
+    for (std::size_t i = 0; i < count; ++i)
+      if (inputs_[call][i] != (i < count / 2 ? std::bit_cast<int>(static_cast<float>(all))
+                                             : element(rank_, call)))
+        return false;
+    return true;
+  }
+
   const int rank_;
   const std::vector<Call>& calls_;
   std::vector<Buffer> inputs_;
@@ -124,14 +158,15 @@ class Simulation {
   explicit Simulation(unsigned seed) : seed_(seed), random_(seed) {
     constexpr Collective kinds[] = {Collective::allreduce, Collective::allreduce,
                                     Collective::broadcast, Collective::allgather,
-                                    Collective::reduce,    Collective::scatter};
+                                    Collective::reduce,    Collective::scatter,
+                                    Collective::tree_allreduce};
     constexpr std::size_t kCounts[] = {4, 100, 400};
     for (std::size_t i = 0; i < kOperations; ++i) {
       Call& call = calls_.emplace_back();
       call.kind = kinds[below(std::size(kinds))];
       call.root = static_cast<int>(below(kSize));
       call.count = kCounts[below(std::size(kCounts))];
-      const bool all_shared = below(3) != 0;
+      const bool all_shared = below(3) != 0 || call.kind == Collective::tree_allreduce;
       for (bool& shared : call.shared) shared = all_shared || below(2) == 0;
     }
     ranks_ = make_ranks(region_, calls_);
@@ -328,12 +363,12 @@ void test_stopped_rank_ends_with_its_piece(Collective kind) {
   Buffer mine(zero, kInts, true), theirs(one, kInts, true);
   mine.fill(1);
   theirs.fill(2);
-  const auto ticket = zero.issue(in_place(kind, mine, 1));
-  // Rank 1 stores the second half in both collectives; page 12 is in it.
+  const auto ticket = zero.issue(in_place_of(kind, mine, 2));
+  // Rank 1 stores the second half in all these collectives; page 12 is in it.
   constexpr std::size_t kAt = 12 * kInPage;
   Trap trap(theirs.bytes() + kAt * sizeof(int));
   std::uint64_t other = 0;
-  std::thread peer([&] { other = one.issue(in_place(kind, theirs, 1)); });
+  std::thread peer([&] { other = one.issue(in_place_of(kind, theirs, 2)); });
   trap.wait_until_caught();
   CHECK(zero.is_quiescent());
   zero.abort();  // waits until its timeout
@@ -388,11 +423,11 @@ void test_aborted_buffer_is_not_accessed(Collective kind) {
     run(3, [&](Engine& engine, int rank) {
       Buffer buffer(engine, 4000, true);
       buffer.fill(1);
-      std::uint64_t ticket = engine.issue(in_place(kind, buffer, 1));
+      std::uint64_t ticket = engine.issue(in_place_of(kind, buffer, 3));
       const auto abort_at = now_ns() + turn * 20'000;
       while (rank == 0 ? now_ns() < abort_at : !over) {
         if (engine.test(ticket).outcome == Outcome::finished)
-          ticket = engine.issue(in_place(kind, buffer, 1));
+          ticket = engine.issue(in_place_of(kind, buffer, 3));
         ++tries[rank];
         if (rank != 0) yield_core();
       }
@@ -416,16 +451,18 @@ void test_aborted_buffer_is_not_accessed(Collective kind) {
 int main(int count, char** values) {
   test_survivors_agree(count > 1 ? static_cast<unsigned>(std::atoi(values[1])) : 300);
   for (const Collective kind : {Collective::allreduce, Collective::broadcast, Collective::allgather,
-                                Collective::reduce, Collective::scatter}) {
+                                Collective::reduce, Collective::scatter,
+                                Collective::tree_allreduce}) {
     test_completed_operation_is_not_torn(kind);
     test_torn_on_all_survivors(kind);
   }
   test_dead_root_among_dead_ranks();
-  for (const Collective kind : {Collective::allreduce, Collective::broadcast}) {
+  for (const Collective kind :
+       {Collective::allreduce, Collective::broadcast, Collective::tree_allreduce}) {
     test_stopped_rank_ends_with_its_piece(kind);
     for (const DriverMode by : {DriverMode::callers, DriverMode::mixed}) {
       driver_mode = by;
-      test_resume_after_abort(kind);
+      if (kind != Collective::tree_allreduce) test_resume_after_abort(kind);  // it needs every rank
       test_aborted_buffer_is_not_accessed(kind);
     }
   }

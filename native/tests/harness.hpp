@@ -7,7 +7,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -83,6 +85,8 @@ class Buffer {
   void fill(int value) {
     for (std::size_t i = 0; i < count_; ++i) data_[i] = value;
   }
+  void fill_floats(float value) { fill(std::bit_cast<int>(value)); }
+  bool holds_floats(float value) const { return holds(std::bit_cast<int>(value)); }
   bool holds(int value) const {
     for (std::size_t i = 0; i < count_; ++i)
       if (data_[i] != value) return false;
@@ -108,6 +112,37 @@ inline Request in_place(Collective kind, char* data, std::size_t bytes, int root
 
 inline Request in_place(Collective kind, Buffer& buffer, int root = 0) {
   return in_place(kind, buffer.bytes(), buffer.size(), root);
+}
+
+// A tree all-reduce of float32: `count` of every `stride` elements from `data` on are an input.
+inline Request tree_sum(char* data, std::size_t count, std::size_t stride,
+                        std::vector<std::uint16_t> inputs, std::vector<std::uint8_t> merges,
+                        double divisor = 1.0) {
+  Request request;
+  request.kind = Collective::tree_allreduce;
+  request.reduction = {DType::float32, ReduceOp::sum, divisor};
+  request.input = data;
+  request.output_bytes = count * sizeof(float);
+  request.bytes = request.output_bytes +
+                  (*std::max_element(inputs.begin(), inputs.end()) - 1u) * stride * sizeof(float);
+  request.outputs = {data};
+  request.fingerprint = request.output_bytes;
+  for (const auto number : inputs) request.fingerprint = request.fingerprint * 31 + number;
+  for (const auto number : merges) request.fingerprint = request.fingerprint * 31 + number;
+  const auto tree = std::make_shared<Tree>();
+  tree->inputs = std::move(inputs);
+  tree->merges = std::move(merges);
+  tree->slot_bytes = stride * sizeof(float);
+  request.tree = tree;
+  return request;
+}
+
+// One input per rank, added from the left.
+inline Request tree_sum(char* data, std::size_t count, int ranks) {
+  const auto n = static_cast<std::size_t>(ranks);
+  std::vector<std::uint8_t> merges(n, 1);
+  merges[0] = 0;
+  return tree_sum(data, count, count, std::vector<std::uint16_t>(n, 1), std::move(merges));
 }
 
 // The read end of a closed pipe is readable, like the pidfd of a process that has ended.

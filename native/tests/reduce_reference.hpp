@@ -9,6 +9,7 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -218,6 +219,65 @@ T expected(const Reduction& reduction, const std::vector<T>& inputs) {
       total = combine(reduction.op, total, prepared(inputs[r]));
     }
     return reduction.op == ReduceOp::avg ? divide(total, inputs.size()) : total;
+  }
+}
+
+// --------------------------------------------------------------------------------- sums of trees
+
+// A leaf, or the sum of two subtrees.
+struct TreeNode {
+  std::size_t leaf = 0;
+  std::unique_ptr<const TreeNode> left, right;
+};
+
+// The tree over leaves [first, last) in which `cut(first, last)` begins the right subtree.
+template <class Cut>
+std::unique_ptr<const TreeNode> make_tree(std::size_t first, std::size_t last, Cut&& cut) {
+  auto node = std::make_unique<TreeNode>();
+  node->leaf = first;
+  if (last - first == 1) return node;
+  const std::size_t middle = cut(first, last);
+  node->left = make_tree(first, middle, cut);
+  node->right = make_tree(middle, last, cut);
+  return node;
+}
+
+// Appends one number per leaf: the subtrees that end with it as their right-hand side.
+inline void append_merges(const TreeNode& node, std::vector<std::uint8_t>& merges) {
+  if (node.left == nullptr) {
+    merges.push_back(0);
+    return;
+  }
+  append_merges(*node.left, merges);
+  append_merges(*node.right, merges);
+  ++merges.back();
+}
+
+// Rounded to the element type at every node.
+template <class T>
+T tree_sum(const TreeNode& node, const std::vector<T>& inputs) {
+  if (node.left == nullptr) return inputs[node.leaf];
+  const T left = tree_sum(*node.left, inputs), right = tree_sum(*node.right, inputs);
+  if constexpr (is_half<T>) {
+    T half;
+    encode(decode(left) + decode(right), half);
+    return half;
+  } else {
+    return left + right;
+  }
+}
+
+template <class T>
+T quotient(T value, double divisor) {
+  if (divisor == 1) return value;
+  if constexpr (is_half<T>) {
+    encode(decode(value) / static_cast<float>(divisor), value);
+    return value;
+  } else if constexpr (is_complex<T>) {
+    const auto real = static_cast<typename T::value_type>(divisor);
+    return {value.real() / real, value.imag() / real};
+  } else {
+    return value / static_cast<T>(divisor);
   }
 }
 

@@ -9,6 +9,8 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <memory>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -86,12 +88,17 @@ struct Shifted {
 };
 
 template <class T>
-std::vector<Shifted<T>> lay_out(const Problem<T>& problem, std::size_t count) {
+std::vector<Shifted<T>> lay_out(const std::vector<std::vector<T>>& inputs, std::size_t count) {
   std::vector<Shifted<T>> buffers;
-  for (std::size_t r = 0; r < problem.inputs.size(); ++r) {
-    buffers.emplace_back(problem.inputs[r], (count / 2 + 3 * r) % 8, count);
+  for (std::size_t r = 0; r < inputs.size(); ++r) {
+    buffers.emplace_back(inputs[r], (count / 2 + 3 * r) % 8, count);
   }
   return buffers;
+}
+
+template <class T>
+std::vector<Shifted<T>> lay_out(const Problem<T>& problem, std::size_t count) {
+  return lay_out(problem.inputs, count);
 }
 
 template <class T>
@@ -202,6 +209,145 @@ void check_ties() {
   CHECK(std::memcmp(out, sum, sizeof sum) == 0);
 }
 
+// ---------------------------------------------------------------------------------------- the trees
+
+using Merges = std::vector<std::uint8_t>;
+
+enum class Order { left, right, balanced, random };
+
+std::unique_ptr<const TreeNode> tree_of(Order order, std::size_t n) {
+  return make_tree(0, n, [&](std::size_t first, std::size_t last) {
+    switch (order) {
+      case Order::left: return last - 1;
+      case Order::right: return first + 1;
+      case Order::balanced: return first + (last - first + 1) / 2;
+      default: return first + 1 + random_bits() % (last - first - 1);
+    }
+  });
+}
+
+template <class T>
+struct TreeProblem {
+  DType type;
+  Merges merges;
+  double divisor;
+  std::vector<std::vector<T>> inputs;
+  std::vector<T> answer;
+
+  TreeProblem(DType of, const TreeNode& tree, double by, std::size_t count) : type(of), divisor(by) {
+    append_merges(tree, merges);
+    inputs.resize(merges.size());
+    for (auto& input : inputs) {
+      for (std::size_t i = 0; i < count; ++i) input.push_back(random_element<T>());
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+      std::vector<T> column;
+      for (const auto& input : inputs) column.push_back(input[i]);
+      answer.push_back(quotient(tree_sum(tree, column), divisor));
+    }
+  }
+};
+
+// The first `in_place` inputs are outputs, and `apart` other buffers.
+template <class T>
+void check_tree(const TreeProblem<T>& problem, std::size_t count, std::size_t in_place,
+                std::size_t apart) {
+  auto buffers = lay_out(problem.inputs, count);
+  std::vector<const void*> in;
+  for (auto& buffer : buffers) in.push_back(buffer.data());
+  std::vector<Shifted<T>> others(apart, Shifted<T>(problem.inputs[0], count % 5, count));
+  std::vector<void*> out;
+  for (std::size_t r = 0; r < in_place; ++r) out.push_back(buffers[r].data());
+  for (auto& other : others) out.push_back(other.data());
+  sum_tree(problem.type, in, problem.merges, problem.divisor, out, count);
+  for (std::size_t r = 0; r < buffers.size(); ++r) {
+    CHECK(buffers[r].holds(r < in_place ? problem.answer : problem.inputs[r]));
+    CHECK(buffers[r].guards_whole());
+  }
+  for (auto& other : others) {
+    CHECK(other.holds(problem.answer));
+    CHECK(other.guards_whole());
+  }
+}
+
+void check_all_trees(const KernelTable& table) {
+  visit_types([&]<class T>(T, DType type, const char* type_name) {
+    if constexpr (std::is_floating_point_v<T> || is_complex<T> || is_half<T>) {
+      const std::size_t longest = 520 / sizeof(T) + 3;
+      for (std::size_t n : {1u, 2u, 3u, 4u, 5u, 8u, 13u, 26u, 40u}) {
+        for (Order order : {Order::left, Order::right, Order::balanced, Order::random}) {
+          const auto tree = tree_of(order, n);
+          Merges merges;
+          append_merges(*tree, merges);
+          if (!is_tree(merges)) continue;  // too deep
+          for (double divisor : {1.0, 4.0, 0.5, 3.0, static_cast<double>(n) + 0.1}) {
+            context = std::string(table.name) + " tree of " + std::to_string(n) + " " + type_name +
+                      " in order " + std::to_string(static_cast<int>(order));
+            const TreeProblem<T> problem(type, *tree, divisor, longest);
+            for (std::size_t count = 0; count <= longest; count += count < 3 ? 1 : 11 + n) {
+              check_tree(problem, count, 0, 1);
+              check_tree(problem, count, 1 + count % n, count % 3);
+            }
+            check_tree(problem, longest, n, 0);
+          }
+        }
+      }
+    }
+  });
+}
+
+// A tree that is summed in two places, with the sums stored in between, gives the same bits.
+template <class T>
+void check_split_tree(DType type) {
+  const auto tree = make_tree(0, 12, [](std::size_t first, std::size_t last) {
+    return first == 0 && last == 12 ? 7 : first + (last - first + 1) / 2;
+  });
+  const TreeProblem<T> whole(type, *tree, 1.0, 1000);
+  Merges left, right;
+  append_merges(*tree->left, left);
+  append_merges(*tree->right, right);
+  std::vector<T> sums[2] = {std::vector<T>(1000), std::vector<T>(1000)};
+  std::vector<const void*> in;
+  for (const auto& input : whole.inputs) in.push_back(input.data());
+  const std::span<const void* const> all = in;
+  void* const out[] = {sums[0].data(), sums[1].data()};
+  sum_tree(type, all.first(7), left, 1.0, {out, 1}, 1000);
+  sum_tree(type, all.last(5), right, 1.0, {out + 1, 1}, 1000);
+  const void* const both[] = {out[0], out[1]};
+  sum_tree(type, both, Merges{0, 1}, 1.0, {out, 1}, 1000);
+  long wrong = 0;
+  for (std::size_t i = 0; i < 1000; ++i) wrong += !same(sums[0][i], whole.answer[i]);
+  CHECK(wrong == 0);
+}
+
+void check_tree_orders() {
+  context = "orders of trees";
+  for (std::size_t n = 1; n <= kMaxTreeInputs; n += n < 50 ? 1 : 29) {
+    for (Order order : {Order::left, Order::right, Order::balanced}) {
+      Merges merges;
+      append_merges(*tree_of(order, n), merges);
+      CHECK(is_tree(merges) == (order != Order::right || n <= kMaxTreeDepth));
+      merges.back() = static_cast<std::uint8_t>(merges.back() + 1);
+      CHECK(!is_tree(merges));
+    }
+  }
+  Merges too_many(kMaxTreeInputs + 1, 1);
+  too_many[0] = 0;
+  CHECK(!is_tree(too_many));
+  for (const Merges& merges : {Merges{}, Merges{1}, Merges{0, 0}, Merges{0, 2}, Merges{1, 0},
+                               Merges{0, 1, 0}, Merges{0, 2, 1, 0, 1}}) {
+    CHECK(!is_tree(merges));
+  }
+  for (double divisor : {1.0, 3.0, 0x1p-126, 0x1p126}) CHECK(is_tree_divisor(divisor));
+  for (double divisor : {0.0, -1.0, 0x1p-127, 0x1p127, HUGE_VAL, std::nan("")}) {
+    CHECK(!is_tree_divisor(divisor));
+  }
+  visit_types([]<class T>(T, DType type, const char*) {
+    CHECK(supports_tree(type) == (std::is_floating_point_v<T> || is_complex<T> || is_half<T>));
+  });
+  CHECK(!supports_tree(static_cast<DType>(kDTypes)));
+}
+
 void check_large() {
   const Problem<float> problem({DType::float32, ReduceOp::avg}, 2, (1 << 20) + 13);
   check_apart(problem, problem.answer.size());
@@ -240,11 +386,17 @@ void check_supports() {
 int main() {
   std::printf("best instruction set: %s\n", instruction_set());
   check_supports();
+  check_tree_orders();
   for (auto table = available_tables(); *table != nullptr; ++table) {
     use_table(**table);
     CHECK(std::strcmp(instruction_set(), (*table)->name) == 0);
     check_all_kernels(**table);
     check_many_inputs();
+    check_all_trees(**table);
+    context = std::string((*table)->name) + " split tree";
+    check_split_tree<float>(DType::float32);
+    check_split_tree<Float16>(DType::float16);
+    check_split_tree<BFloat16>(DType::bfloat16);
     context = std::string((*table)->name) + " half floats";
     check_every_half<Float16>(DType::float16);
     check_every_half<BFloat16>(DType::bfloat16);

@@ -9,7 +9,14 @@ from phalanx.groups import (
     _worker_threads,
 )
 from phalanx.groups._call_site import describe_frame, user_frame
-from phalanx.groups._engine import EngineStopped, PeerDead, is_peer_failure
+from phalanx.groups._engine import (
+    CallFailed,
+    EngineMismatch,
+    EngineStopped,
+    PeerDead,
+    is_peer_failure,
+)
+from phalanx.groups._fast_path import configure_fast_path
 from phalanx.groups._flight_recorder import FlightRecorder
 from phalanx.groups._membership import RejoinBarrier
 from phalanx.groups._peers import PeerProcess, Roster, process_state
@@ -25,7 +32,9 @@ from phalanx.groups.backends._shm_region import Slab, share_region, shared_core_
 
 __all__ = [
     "RESERVATION_PREFIX",
+    "CallFailed",
     "ClosedGroup",
+    "EngineMismatch",
     "EngineStopped",
     "FlightRecorder",
     "PeerDead",
@@ -46,6 +55,7 @@ __all__ = [
     "_torch_integration",
     "_worker_threads",
     "averaging",
+    "configure_fast_path",
     "describe_frame",
     "is_peer_failure",
     "override_timing",

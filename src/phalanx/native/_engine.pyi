@@ -10,6 +10,7 @@ from phalanx.groups._flight_recorder import Call, FlightRecorder
 from phalanx.groups._work import Work
 
 MAX_RANKS: int
+MAX_TREE_INPUTS: int
 DTYPES: dict[str, int]  # by torch's names, in the order of their numbers
 
 class ReduceOp:
@@ -33,6 +34,7 @@ class Collective:
     SCATTER: int
     REDUCE_SCATTER: int
     ALLTOALL: int
+    TREE_ALLREDUCE: int
 
 class Outcome:
     PENDING: int
@@ -62,6 +64,17 @@ def instruction_set() -> str: ...
 def flatten(
     into: int, tensors: list[Any], views: list[Any], sizes: list[int], type: int, factor: float
 ) -> bool: ...
+def fold(
+    into: int,
+    nodes: list[int],
+    tensors: list[Any],
+    views: list[Any],
+    sizes: list[int],
+    type: int,
+) -> bool: ...
+def sum_tree(
+    into: int, inputs: list[int], merges: list[int], type: int, count: int, divisor: float
+) -> None: ...
 def stream_bytes(into: int, source: int, bytes: int) -> None: ...
 
 class Sizes:
@@ -128,6 +141,20 @@ class Engine:
         root: int,
         tensor: int,
         bytes: int,
+        shape: tuple[int, ...],
+        started: list[Any],
+        work: object,
+    ) -> int: ...
+    def issue_tree(
+        self,
+        type: int,
+        input: int,
+        slot_bytes: int,
+        slots: int,
+        output_bytes: int,
+        tree_inputs: list[int],
+        merges: list[int],
+        divisor: float,
         shape: tuple[int, ...],
         started: list[Any],
         work: object,

@@ -162,6 +162,20 @@ class ShmPart(ShmWork):
             return True
 
 
+class ShmTreeWork(ShmWork):
+    """A tree all-reduce, which has no root and needs every rank."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        try:
+            return super().wait(timeout)
+        except CallFailed as error:
+            if error.kind is not PeerLeft:
+                raise
+            raise peer_left(error.rank) from None
+
+
 class ShmTransfer(ShmWork):
     """A send or receive in flight."""
 
@@ -306,6 +320,46 @@ class ShmEngine:
                 for t in tensors
             ]
         )
+
+    def allreduce_tree(
+        self,
+        nodes: Tensor,
+        count: int,
+        tree_inputs: list[int],
+        merges: list[int],
+        divisor: float,
+    ) -> RawWork:
+        """Sum subtrees of all ranks in the order of one binary tree, and divide by `divisor`.
+
+        `nodes` is a contiguous matrix. The first rows are this rank's inputs, of which the first
+        `count` elements are summed; the result replaces those of row 0 on every rank. Inputs are
+        ordered by rank, then by row: `tree_inputs` has their number on each rank, and every rank
+        has as many rows as the rank with most. Inputs are pushed on a stack; after each, as many
+        pairs of topmost sums are replaced by their sum as `merges` says.
+
+        Every sum is rounded to the dtype, so the bits depend on the tree but not on the number of
+        ranks. Above 16 KiB, `nodes` must be from `allocate`; rows should not be a power of two of
+        bytes apart, where they compete for the same sets of the cache. Raises ``ValueError``
+        without having issued anything.
+        """
+        assert nodes.dim() == 2, "one row for each input"
+        assert nodes.is_contiguous()
+        rows, stride = nodes.shape
+        work = ShmTreeWork(self, (nodes,))
+        self._native.issue_tree(
+            DTYPES[nodes.dtype],
+            nodes.data_ptr(),
+            stride * nodes.element_size(),
+            rows,
+            count * nodes.element_size(),
+            tree_inputs,
+            merges,
+            divisor,
+            (count, stride, *tree_inputs, *merges),
+            self.started_works,
+            work,
+        )
+        return work
 
     def reduce(self, tensors: Tensors, opts: Any) -> RawWork:
         return self._in_place(Collective.REDUCE, tensors[0], _op_number(opts), opts.rootRank)

@@ -1,9 +1,9 @@
 """Whether drop-in is as fast as an edited script: the same steps in four jobs, in turn.
 
 All jobs are up at the same time. One at a time runs a few steps, while the others wait in a read.
-What else the machine does slows all of them alike, and each round gives one ratio per pair. Where a
-process finds its memory can cost it some per cent for as long as it lives, so the rounds are divided
-between several launches.
+What else the machine does slows all of them alike, and each round gives one ratio per pair. Where
+a process finds its memory can cost it some per cent for as long as it lives, so the rounds are
+divided between several launches.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ never corrupted, however often a parameter is reached. The header tells all rank
 gradient was late and which parameters no rank used; late gradients are reduced in one more
 round.
 
-`LocalPass` is a pass in `no_sync`: nothing is reduced.
+`LocalPass` is a pass in `no_sync`: nothing is reduced. `FoldedPass` is that of a micro-batch: its
+gradients are added to the sums of a `GradientFold`. The pass of a rank's last micro-batch is a
+`ReducedPass` whose gradients are folded instead of copied.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ from ..errors import GroupError, HookError, InvalidState, RankMismatch
 from ..groups import _profiler
 from ._buckets import Bucket, BucketLayout, BucketPiece, Gradients, count_missing, scale_gradient
 from ._comm_hook import CommHook, GradBucket, HookWork
-from ._communicator import AnyWork, Communicator
+from ._communicator import AnyWork, Communicator, TreeSum
 from ._dtensor import LocalShard, local_tensor
+from ._gradient_fold import GradientFold
 from ._optimizer_in_backward import OptimizersInBackward
 from ._parameter_consistency import NamedTensors, assert_same_values, fingerprint
 from ._pass_header import NO_DATA, PASS_NUMBER_CYCLE, PassHeader
@@ -106,6 +109,51 @@ class LocalPass:
             raise
 
 
+class FoldedPass:
+    """A backward pass whose gradients are added to the sums of this rank's micro-batches."""
+
+    def __init__(self, layout: BucketLayout, fold: GradientFold) -> None:
+        self._layout = layout
+        self._fold = fold
+        self._is_folded = [False] * len(layout.pieces)
+
+    def arrived(self, _: int) -> None:
+        """Fold nothing in a recording pass; see what kind of pass it is."""
+        self._fold.note_arrival()
+
+    def ready(self, index: int) -> None:
+        """Fold a piece early, if its gradients are final."""
+        self._fold.note_arrival()
+        new = [p.grad for p in self._layout.pieces[index].parameters]
+        if not self._is_folded[index] and self._fold.can_take(new):
+            self._take(index, new)
+
+    def _take(self, index: int, new: Gradients) -> None:
+        piece = self._layout.pieces[index]
+        self._fold.take(self._layout.buckets[piece.bucket_index], piece, new)
+        self._is_folded[index] = True
+
+    def abandon(self) -> None:
+        """End a pass that failed. The sums of the step are lost."""
+
+    def finish(self) -> None:
+        """Fold what has not been folded."""
+        late: list[str] = []
+        for index, piece in enumerate(self._layout.pieces):
+            new = [p.grad for p in piece.parameters]
+            if not self._is_folded[index]:
+                self._take(index, new)
+            elif count_missing(new) < len(new):
+                late += late_names(self._layout, piece, new)
+        if late:
+            self._fold.refuse_late(late)
+
+
+def late_names(layout: BucketLayout, piece: BucketPiece, new: Gradients) -> list[str]:
+    pairs = zip(piece.members, new, strict=True)
+    return [layout.names[i] for i, gradient in pairs if gradient is not None]
+
+
 class PieceArrivals:
     """The gradients of each piece that have arrived in a recording pass."""
 
@@ -147,8 +195,11 @@ class ReducedPass:
         launches_early: bool,
         timing: PassTiming,
         optimizers: OptimizersInBackward | None = None,
+        fold: GradientFold | None = None,
     ) -> None:
         self._layout = layout
+        self._fold = fold
+        """Adds the gradients to those of earlier micro-batches; None to reduce these alone."""
         self._buckets, self._pieces, self._comm = layout.buckets, layout.pieces, layout.comm
         self._scale = scale
         self._hook = hook
@@ -176,10 +227,11 @@ class ReducedPass:
             and not torch.is_grad_enabled()
             and scale.factor == 1
             and scale.uses_new_gradients
+            and fold is None
         )
         self._late_factor = scale.factor if scale.uses_new_gradients else 0.0
         self._arrivals = PieceArrivals(self._pieces) if is_recording else None
-        self._works: list[AnyWork | HookWork] = []  # of the buckets that are launched
+        self._works: list[AnyWork | HookWork | TreeSum] = []  # of the buckets that are launched
         self.unused: list[int] = []  # parameters without a gradient on this rank
         previous = [parameter.grad for parameter in layout.parameters]
         self._previous_grads = previous if count_missing(previous) < len(previous) else []
@@ -208,6 +260,9 @@ class ReducedPass:
     def arrived(self, i: int) -> None:
         """Note the arrival of a gradient in a recording pass: gather early, launch nothing."""
         assert self._arrivals is not None
+        if self._fold is not None:
+            self._fold.note_arrival()
+            return
         for index in self._arrivals.add(i):
             self._gather(index, [p.grad for p in self._pieces[index].parameters])
             self._release(index)
@@ -215,7 +270,11 @@ class ReducedPass:
     def ready(self, index: int) -> None:
         """Note that the last gradient of a piece has probably arrived."""
         new = [p.grad for p in self._pieces[index].parameters]
-        if self._is_gathered[index] or count_missing(new) != self._layout.absent[index]:
+        if self._fold is not None:
+            self._fold.note_arrival()
+            if self._is_gathered[index] or not self._fold.can_take(new):
+                return
+        elif self._is_gathered[index] or count_missing(new) != self._layout.absent[index]:
             self.graph_changed = True
             return
         self._gather(index, new)
@@ -227,6 +286,14 @@ class ReducedPass:
     def _gather(self, index: int, new: Gradients) -> None:
         piece = self._pieces[index]
         bucket = self._buckets[piece.bucket_index]
+        if self._fold is not None:
+            self._fold.take(bucket, piece, new)
+        else:
+            self._copy_to_bucket(bucket, piece, new)
+        self._is_gathered[index] = True
+        self._waiting[bucket.index] -= 1
+
+    def _copy_to_bucket(self, bucket: Bucket, piece: BucketPiece, new: Gradients) -> None:
         previous: Gradients = (
             [self._previous_grads[i] for i in piece.members] if self._previous_grads else []
         )
@@ -251,8 +318,6 @@ class ReducedPass:
         if previous:
             for i in piece.members:  # a late gradient must not be added to them again
                 self._previous_grads[i] = None
-        self._is_gathered[index] = True
-        self._waiting[bucket.index] -= 1
 
     def _release(self, index: int) -> None:
         """Release gathered tensors, so that late gradients cannot write into a bucket."""
@@ -269,9 +334,11 @@ class ReducedPass:
     def _launch(self, bucket: Bucket) -> None:
         assert not self._waiting[bucket.index]
         self.timing.arrivals.append(time.perf_counter() - self.timing.since)
-        work: AnyWork | HookWork
+        work: AnyWork | HookWork | TreeSum
         try:
-            if self._hook is None:
+            if self._fold is not None:
+                work = self._fold.start_sum(bucket)
+            elif self._hook is None:
                 work = self._scale.start(bucket.payload)
             elif not bucket.members:  # only a header, which is not for the hook
                 work = self._comm.sum(bucket.payload)
@@ -315,6 +382,8 @@ class ReducedPass:
         *others, last = self._buckets
         backward = time.perf_counter() - timing.began
         own_late = self._gather_remaining()
+        if self._fold is not None:
+            self.unused = [i for i in range(len(self._layout.names)) if i not in self._fold.used]
         for bucket in others[len(self._works) :]:
             self._launch(bucket)
         now = time.perf_counter() - timing.since
@@ -357,13 +426,16 @@ class ReducedPass:
             new = [p.grad for p in piece.parameters]
             if not self._is_gathered[index]:  # none of it arrives, or the graph has changed
                 is_expected = count_missing(new) == self._layout.absent[index] == len(new)
-                self.graph_changed |= not is_expected and self._arrivals is None
+                if self._arrivals is None and self._fold is None:
+                    self.graph_changed |= not is_expected
                 self._gather(index, new)
             elif count_missing(new) < len(new):
                 self._take_late(piece, new, late)
         return late
 
     def _take_late(self, piece: BucketPiece, new: Gradients, late: dict[int, Tensor]) -> None:
+        if self._fold is not None:
+            self._fold.refuse_late(late_names(self._layout, piece, new))
         for offset, gradient in enumerate(new):
             i = piece.members[offset]
             if gradient is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -50,6 +51,9 @@ class BucketOptions(NamedTuple):
     delay: DelayedReduction
     dtype: torch.dtype | None
     """The dtype in which floating-point gradients are reduced; None for their own."""
+    slots: int = 0
+    """How many flat tensors a bucket has one behind the other, for the subtree sums of a
+    `GradientFold`; 0 for a single one without padding."""
 
 
 class ParameterSpec(NamedTuple):
@@ -112,6 +116,7 @@ def plan_buckets(
     return [*(plan for plan in plans if plan is not last), last]
 
 
+SLICE_GRAIN = 64  # elements; at least a cache line of any dtype
 PIECE_BYTES = 256 << 10  # the least number of bytes that are gathered together
 Gradients = Sequence[Tensor | None]
 
@@ -130,10 +135,29 @@ class ResultMismatch(Exception):
     """A hook has returned something that does not fit its bucket."""
 
 
+NEGATIVE_ZERO = {False: -0.0, True: complex(-0.0, -0.0)}
+"""The identity of addition, by whether a dtype is complex."""
+
+
+class FlatViews:
+    """A flat tensor with the layout of a bucket, and its gradients as views."""
+
+    def __init__(self, flat: Tensor, parameters: Sequence[Parameter]) -> None:
+        self.flat = flat
+        self.address = flat.data_ptr()
+        self._parameters = parameters
+
+    @cached_property
+    def views(self) -> list[Tensor]:
+        return _views(self.flat[: sum(p.numel() for p in self._parameters)], self._parameters)
+
+
 class Bucket:
     """Gradients that are reduced together, in a flat tensor that may end with the pass header."""
 
     payload: Tensor  # the tensor that is reduced
+    slots: Tensor | None = None
+    """Flat tensors, the first of which begins with the payload; see `BucketOptions.slots`."""
     buffer: Tensor  # the gradients in one tensor, without the header
     views: list[Tensor]  # the gradients by position, with the shapes and strides of the parameters
     grads: list[Tensor]
@@ -206,10 +230,7 @@ class Bucket:
             grads, dtype = self.grads[positions], DTYPES[self.payload.dtype]
             if native.engine.flatten(into, new, grads, sizes, dtype, factor):
                 return True
-        self.grads[positions] = [
-            grad if grad.is_set_to(view) else view.view_as(view)
-            for grad, view in zip(self.grads[positions], self.views[positions], strict=True)
-        ]
+        self._show_grads(positions)
         if factor != 1 and not self.holds_values:
             # Before rounding: gradients that are accumulated by weight may overflow unscaled.
             new, previous = (
@@ -233,6 +254,44 @@ class Bucket:
         if factor != 1:
             _scale(views, factor)
         return False
+
+    def fold(
+        self, piece: BucketPiece, new: Gradients, nodes: Sequence[FlatViews], *, into: FlatViews
+    ) -> None:
+        """Store ``nodes[0] + (nodes[1] + (... + gradient))``, for the gradients of a piece.
+
+        `into` is ``nodes[0]`` if there are nodes. A missing gradient is the identity of the sum.
+        """
+        positions = piece.positions
+        if self._addresses is not None:
+            assert native.engine is not None
+            start = self._addresses[positions.start] - self.payload.data_ptr()
+            addresses = [node.address + start for node in nodes]
+            shown = self.grads[positions] if into.flat.data_ptr() == self.payload.data_ptr() else []
+            sizes, dtype = self._sizes[positions], DTYPES[self.payload.dtype]
+            if native.engine.fold(into.address + start, addresses, new, shown, sizes, dtype):
+                return
+        self._show_grads(positions)
+        places = range(*positions.indices(len(self.views)))
+        for position, gradient in zip(places, new, strict=True):
+            target = into.views[position]
+            total = torch.full_like(target, NEGATIVE_ZERO[target.is_complex()])
+            if gradient is not None:
+                total = gradient.to(target.dtype)
+            for node in reversed(nodes):
+                total = node.views[position] + total
+            target.copy_(total)
+
+    def _show_grads(self, positions: slice) -> None:
+        """Replace tensors for ``.grad`` that users have pointed elsewhere."""
+        self.grads[positions] = [
+            grad if grad.is_set_to(view) else view.view_as(view)
+            for grad, view in zip(self.grads[positions], self.views[positions], strict=True)
+        ]
+
+    def flat_views(self, flat: Tensor) -> FlatViews:
+        """Return another flat tensor with the layout of the bucket."""
+        return FlatViews(flat, self.parameters)
 
     def add(self, position: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:
@@ -387,9 +446,15 @@ class BucketLayout:
                 self.buckets.append(SparseBucket(index, plan.members, parameters))
                 continue
             extra = header_numel if plan is plans[-1] else 0
-            numel = sum(p.numel() for p in parameters)
-            flat = comm.allocate(numel + extra, plan.dtype, plan.device)
-            self.buckets.append(Bucket(index, plan.members, parameters, flat))
+            numel = sum(p.numel() for p in parameters) + extra
+            stride = numel
+            if options.slots:  # slices of equal length for all ranks, none of which share a line
+                stride = -(-numel // (comm.size * SLICE_GRAIN)) * comm.size * SLICE_GRAIN
+            flat = comm.allocate(max(1, options.slots) * stride, plan.dtype, plan.device)
+            bucket = Bucket(index, plan.members, parameters, flat[:numel])
+            if options.slots:
+                bucket.slots = flat.zero_().view(options.slots, stride)  # padding is added up, too
+            self.buckets.append(bucket)
         self.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
         self.absent = [0] * len(self.pieces)
         """How many gradients of each piece did not arrive in the recorded pass."""

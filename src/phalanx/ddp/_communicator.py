@@ -16,13 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from .. import native
 from ..errors import GroupError, InvalidState
 from ..groups import ProcessGroup, ReduceOp, Work
 from ..groups._call_site import warn_user
 from ..groups._text_exchange import exchange_texts
+from ..groups.backends.shm import DTYPES
 from ._dtensor import local_tensor
+from ._summation_tree import Combination, evaluate
 
 AnyWork = Work | dist.Work
+TREE_DTYPES = frozenset(
+    {
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.complex64, torch.complex128),
+    }
+)
+"""Dtypes that the native engine sums in the order of a tree."""
 
 
 class Communicator:
@@ -101,6 +111,24 @@ class Communicator:
             return self._ours.allreduce(flat)
         return self.group.allreduce([flat], c10d.AllreduceOptions())
 
+    def can_sum_trees_in_place(self, slots: Tensor) -> bool:
+        """Whether peers can read these slots, which are this rank's, and store the sum there."""
+        return (
+            self._ours is not None and self._ours._is_shared(slots) and slots.dtype in TREE_DTYPES
+        )
+
+    def sum_trees(
+        self, slots: Tensor, combination: Combination, divisor: float, *, in_place: bool
+    ) -> AnyWork | TreeSum:
+        """Sum the subtrees of all ranks in tree order; the quotient replaces the first slot.
+
+        The first slots are this rank's subtrees. `in_place`: `can_sum_trees_in_place` on all ranks.
+        """
+        if self.size == 1 or not in_place:
+            return TreeSum(self.group, slots, combination, divisor)
+        assert self._ours is not None
+        return self._ours._allreduce_tree(slots, combination.counts, combination.merges, divisor)
+
     def broadcast(self, tensor: Tensor, root: int = 0) -> AnyWork:
         options = c10d.BroadcastOptions()
         options.rootRank = root
@@ -139,6 +167,56 @@ class Communicator:
     def announce_local_pass(self) -> None:
         """Issue a barrier that is not waited for, so that a peer that reduces instead raises."""
         self.group.barrier(c10d.BarrierOptions())
+
+
+class TreeSum:
+    """A sum in tree order on engines that lack it: ranks exchange slices and add up their own.
+
+    The second half starts when it is waited for, so all ranks must wait for sums in the same order,
+    and after they have started the same ones.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, slots: Tensor, combination: Combination, divisor: float
+    ) -> None:
+        self._group = group
+        self._slots = slots
+        self._combination = combination
+        self._divisor = divisor
+        rank, size = group.rank(), group.size()
+        mine, length = combination.counts[rank], slots.shape[1] // size
+        # The slices of all my subtrees for one rank lie together.
+        self._sent = slots[:mine].view(mine, size, length).transpose(0, 1).reshape(-1)
+        self._received = self._sent
+        if size > 1:
+            received = [count * length for count in combination.counts]
+            self._received = slots.new_empty(sum(received))
+            options = c10d.AllToAllOptions()
+            sent = [mine * length] * size
+            self._work = group.alltoall_base(self._received, self._sent, received, sent, options)
+
+    def wait(self) -> bool:
+        subtrees = self._received.view(sum(self._combination.counts), -1)
+        merges, result = self._combination.merges, self._slots[0]
+        if self._group.size() == 1:
+            sum_subtrees(subtrees, merges, self._divisor, into=result)
+            return True
+        self._work.wait()
+        own = sum_subtrees(subtrees, merges, self._divisor, into=torch.empty_like(subtrees[0]))
+        return bool(self._group._allgather_base(result, own, c10d.AllgatherOptions()).wait())
+
+
+def sum_subtrees(
+    subtrees: Tensor, merges: Sequence[int], divisor: float, *, into: Tensor
+) -> Tensor:
+    """Add the rows of a tensor in the order of a tree; `into` may be one of them."""
+    if subtrees.device.type == "cpu" and subtrees.dtype in TREE_DTYPES and native.engine:
+        rows = [row.data_ptr() for row in subtrees]
+        dtype, numel = DTYPES[into.dtype], into.numel()
+        native.engine.sum_tree(into.data_ptr(), rows, list(merges), dtype, numel, divisor)
+        return into
+    total = evaluate(list(subtrees), merges, torch.add)
+    return into.copy_(total if divisor == 1 else total / divisor)
 
 
 BROADCAST_BUCKET_BYTES = 250 << 20

@@ -35,11 +35,12 @@ from ..errors import InvalidArgument, InvalidState
 from ..groups import _profiler
 from ..groups._call_site import warn_user
 from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task, without_graph
-from ._backward_pass import LocalPass, ReducedPass
+from ._backward_pass import FoldedPass, LocalPass, ReducedPass
 from ._buckets import BucketLayout, BucketOptions
 from ._comm_hook import CommHook
 from ._communicator import Communicator, broadcast_coalesced, chunk_tensors
 from ._dtensor import as_local_shard
+from ._gradient_fold import GradientFold
 from ._interop import (
     USE_COMM_HOOK,
     USE_JOIN,
@@ -130,13 +131,15 @@ class Reducer:
         self.may_lack_data = False
         """Whether ranks may be without data. Reduced gradients must not be reduced again then."""
         self._previous = PreviousGrads()
-        self._in_flight: ReducedPass | LocalPass | None = None
+        self._in_flight: ReducedPass | LocalPass | FoldedPass | None = None
         self._order: list[int] | None = None
         """The order of gradients in the first pass, until the buckets are rearranged by it."""
         self.expects_backward = False
         """Whether there was a forward pass whose backward pass has not finished."""
         self.has_shared_backward = False
         """Whether another reducer ever took part in a backward pass of this one."""
+        self.on_other_backward: Callable[[], None] | None = None
+        """Called instead of beginning a pass, where passes begin only with `run_micro_batch`."""
         self.graph_task: int | None = None  # the autograd graph task of the pass in flight
         self._registry = _registries.setdefault(comm.group, ReducerRegistry())
         self._autograd_hooks = AutogradHooks([])
@@ -252,6 +255,9 @@ class Reducer:
 
         `i`: the parameter that the pass has reached, if it reached no output that was found.
         """
+        if self.on_other_backward is not None:
+            self.on_other_backward()
+            return
         if self._precision is not None:
             self._precision.use_copies_in_backward()
         if self._is_closed or not self._autograd_hooks.may_run(i):
@@ -334,7 +340,50 @@ class Reducer:
 
         handle = next_node.register_prehook(end_with_it)
 
-    def _make_pass(self, scale: Scale, *, previous_are_local: bool = False) -> ReducedPass:
+    # -- micro-batches ---------------------------------------------------------------------
+
+    def begin_fold(self, fold: GradientFold) -> None:
+        """Prepare for the backward passes of a step's micro-batches on this rank."""
+        self.prepare()
+        fold.begin(self._layout)
+
+    def run_micro_batch(self, fold: GradientFold, backward: Callable[[], None]) -> None:
+        """Run the backward pass of the next micro-batch.
+
+        Its gradients are added to the sums of `fold`. After the rank's last micro-batch they are
+        reduced, and ``.grad`` is the sum of all micro-batches of all ranks, divided.
+        """
+        assert self._in_flight is None, "a micro-batch cannot begin within another pass"
+        current: ReducedPass | FoldedPass
+        if fold.is_last:
+            self._passes += 1
+            self.reduced_passes += 1
+            current = self._make_pass(self.scaling.unscaled_sum(), fold=fold)
+        else:
+            current = FoldedPass(self._layout, fold)
+        self._autograd_hooks.restart()
+        self._in_flight, self._lifetime.holder = current, lambda: fold
+        try:
+            backward()
+            with torch.no_grad():
+                self._finish(current)
+        except BaseException as error:
+            self._lifetime.holder = PassLifetime.holder
+            self._abandon_if_dead()
+            if isinstance(error, Exception):
+                self._record(error)
+            raise
+        finally:
+            self._lifetime.holder = PassLifetime.holder
+            self._autograd_hooks.rearm()
+        fold.end_micro_batch()
+        if isinstance(current, ReducedPass):
+            self.expects_backward = False
+            self._complete(current)
+
+    def _make_pass(
+        self, scale: Scale, *, previous_are_local: bool = False, fold: GradientFold | None = None
+    ) -> ReducedPass:
         steps_early = self.is_static and self.optimizers and not self._previous
         is_check_due = self._check_every > 0 and self.reduced_passes % self._check_every == 0
         return ReducedPass(
@@ -349,6 +398,7 @@ class Reducer:
             launches_early=self._registry.may_launch_early(self),
             timing=PassTiming(self._since, self.forward_seconds),
             optimizers=self.optimizers if steps_early else None,
+            fold=fold,
         )
 
     def _record_local_state(self) -> None:
@@ -401,7 +451,7 @@ class Reducer:
         self._complete(shadow)
 
     def _on_arrival(self, i: int) -> None:
-        if isinstance(self._in_flight, ReducedPass):
+        if isinstance(self._in_flight, (ReducedPass, FoldedPass)):
             try:
                 with without_graph():
                     self._in_flight.arrived(i)
@@ -411,7 +461,7 @@ class Reducer:
         self._autograd_hooks.seen.append(i)
 
     def _on_ready(self, piece_index: int) -> None:
-        if isinstance(self._in_flight, ReducedPass):
+        if isinstance(self._in_flight, (ReducedPass, FoldedPass)):
             try:
                 with without_graph():
                     self._in_flight.ready(piece_index)
@@ -442,14 +492,14 @@ class Reducer:
         if isinstance(current, ReducedPass):
             self._complete(current)
 
-    def _finish(self, current: ReducedPass | LocalPass | None) -> None:
+    def _finish(self, current: ReducedPass | LocalPass | FoldedPass | None) -> None:
         if current is not None:
             current.finish()
         # Not before: if `finish` raises, the next pass must abandon this one.
         self._in_flight = None
         if isinstance(current, LocalPass):
             self._record_local_state()
-        elif current is not None:
+        elif isinstance(current, ReducedPass):
             self._previous.add()
             self._update_order(current)
 

@@ -172,6 +172,10 @@ class ScaleSelector:
         scale.uses_new_gradients = weights.current > 0
         return scale
 
+    def unscaled_sum(self) -> Scale:
+        """Choose the scale of a pass whose payloads are reduced by something else."""
+        return replace(self._make(), is_sum=True)
+
     def without_data(self) -> Scale:
         """Choose the scale of a pass to which this rank contributes nothing."""
         return replace(self._make(), weight=NO_DATA)

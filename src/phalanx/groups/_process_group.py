@@ -254,6 +254,10 @@ class ProcessGroup(dist.ProcessGroup):
             raise error
         return cast("Tensor", slab.map_shared(owner, int(offset.item()), nbytes))
 
+    def _is_shared(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in this rank's shared memory."""
+        return self.shares_memory and self._engine._slab.holds(tensor)
+
     # -- membership ------------------------------------------------------------------------
 
     @property
@@ -748,6 +752,19 @@ class ProcessGroup(dist.ProcessGroup):
         return self._issue(
             name, tensors, method, args, opts, outputs=outs, finish=finish, one_engine_call=one
         )
+
+    def _allreduce_tree(
+        self, slots: Tensor, counts: Sequence[int], merges: Sequence[int], divisor: float
+    ) -> Work:
+        """Sum tensors of all ranks in the order of a tree; the quotient replaces the first slot.
+
+        `slots` is two-dimensional and in shared memory. The first `counts[rank]` rows of each rank
+        are added up, in rank order; after each of them come as many additions as `merges` says.
+        """
+        count = slots.shape[1]
+        args = (slots, count, list(counts), list(merges), divisor)
+        method = self._engine.allreduce_tree
+        return self._issue("allreduce", [slots[0]], method, args, SUM_OPTIONS)
 
     def _reduce_sparse(self, opts: Any, op: Any, tensors: list[Tensor]) -> Work:
         """Sum a sparse tensor; ranks may have different entries."""

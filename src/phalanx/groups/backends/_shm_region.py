@@ -375,6 +375,10 @@ class Slab:
         ended.atexit = False  # peers may still be reading, and the kernel frees everything anyway
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(*shape)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in this rank's part of the region."""
+        return 0 <= tensor.data_ptr() - self._base < self._size
+
     def allocate_shared(self, nbytes: int) -> int:
         """Allocate memory that every rank will `map_shared`, and return its offset.
 

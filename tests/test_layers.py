@@ -17,6 +17,7 @@ LAYERS = [
     {"groups"},
     {"join", "mesh"},
     {"ddp", "checkpoint"},
+    {"elastic"},
     {"_drop_in"},
     {"testing"},
     {"launch"},

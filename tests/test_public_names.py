@@ -69,6 +69,7 @@ PROMISED = {
         "StepStats",
         "SyncBatchNorm",
     },
+    "phalanx.elastic": {"ElasticLoader", "ElasticRun", "MicroBatch", "Step"},
     "phalanx.errors": {
         "BarrierError",
         "BarrierTimeout",

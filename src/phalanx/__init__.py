@@ -4,6 +4,7 @@ The layers, from the top; each imports only from the layers below it::
 
     launch             command line, supervisor of the ranks
     testing            rank pools and fault injection for tests
+    elastic            steps of micro-batches, with the same bits at any world size
     ddp, checkpoint    data-parallel modules; checkpoints
     join, mesh         uneven inputs; device meshes
     groups             process groups, rendezvous, failure detector, backends

@@ -25,7 +25,17 @@ from .._formatting import format_ranks, format_tensor
 from ..errors import StateMismatch
 from ._manifest import StateKey, StatePath, format_path, tensor_name
 from ._state_encoding import encode_scalar
-from ._state_tree import Branch, Node, ReplicatedShard, Scalar, TensorLeaf, find_node, leaves, walk
+from ._state_tree import (
+    Branch,
+    Node,
+    ReplicatedShard,
+    Scalar,
+    TensorLeaf,
+    find_node,
+    leaves,
+    parse_state,
+    walk,
+)
 from ._storage import checksum
 from ._tensor_file import chunks, nbytes, resolve, tensor_memory
 from ._types import RankInfo
@@ -70,6 +80,11 @@ def sampled_digest(tensor: Tensor) -> str:
 
 def _start_digest(tensor: Tensor) -> xxhash.xxh3_128:
     return xxhash.xxh3_128(format_tensor(tensor.dtype, tensor.shape).encode())
+
+
+def state_digest(state: Any) -> str:
+    """Return a digest of every bit of a state. Nothing in it may be marked."""
+    return checksum(_summarize(parse_state(state), (), {}).encode())
 
 
 def find_differences(tree: Node, exchange: Exchange) -> dict[StatePath, tuple[int, ...]]:

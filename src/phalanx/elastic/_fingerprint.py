@@ -1,0 +1,58 @@
+"""The fingerprint of a run: what the bits of its results depend on, besides code and data.
+
+It is saved with every checkpoint and compared on a restore, so that a run that cannot continue to
+the same bits says so, and why.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+Fingerprint = dict[str, Any]
+
+
+def current_fingerprint(device: torch.device) -> Fingerprint:
+    """Return the items of this process."""
+    items: Fingerprint = {
+        "torch": str(torch.__version__),
+        "phalanx": version("phalanx"),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "oneDNN": bool(torch.backends.mkldnn.enabled),
+        "MKL": bool(torch._C.has_mkl),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        # There is no getter: half of the least normal number is zero if it is flushed.
+        "flush denormals": not bool(torch.tensor(torch.finfo(torch.float32).tiny) / 2),
+    }
+    with suppress(PackageNotFoundError):
+        items["numpy"] = version("numpy")
+    if device.type == "cuda":
+        items["device"] = torch.cuda.get_device_name(device)
+        items["CUDA"] = torch.version.cuda
+        items["cuDNN"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        items["cuDNN benchmark"] = torch.backends.cudnn.benchmark
+        items["TF32"] = [
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+        ]
+    return items
+
+
+def fingerprint_differences(saved: Fingerprint, current: Fingerprint) -> list[str]:
+    """List the items that differ, each with both values."""
+    both = {**saved, **current}
+    return [
+        f"{name}: {saved.get(name, 'not recorded')} then, {current.get(name, 'unknown')} now"
+        for name in both
+        if saved.get(name) != current.get(name)
+    ]

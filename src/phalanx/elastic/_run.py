@@ -1,0 +1,472 @@
+"""`ElasticRun`: a training run whose result does not depend on the number of ranks.
+
+A step is a fixed number of micro-batches. What a micro-batch computes depends on nothing but the
+seed, the step and its own number, and gradients are added up in an order that depends on nothing
+but those numbers (`phalanx.ddp._summation_tree`). So a run has the same bits at every world size,
+and may be stopped and continued at another.
+
+The parts: `_micro_batches` has the loop, `_loader` the data, `_randomness` the generators,
+`_buffers` the buffers, `_fingerprint` what else the bits depend on. Gradients take the path of
+`phalanx.ddp`: its reducer, its buckets.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..checkpoint import CheckpointManager, Replicated
+from ..checkpoint._replication import state_digest
+from ..ddp import DistributedDataParallel
+from ..ddp._buckets import BucketOptions, DelayedReduction
+from ..ddp._communicator import Communicator, broadcast_coalesced
+from ..ddp._config import check_parameters, resolve_bucket_caps
+from ..ddp._dtensor import LocalShard, as_local_shard
+from ..ddp._gradient_fold import GradientFold
+from ..ddp._module_inspection import ModuleInventory
+from ..ddp._parameter_consistency import verify_parameters
+from ..ddp._reducer import Reducer
+from ..ddp._summation_tree import MicroBatchBlock
+from ..errors import InvalidArgument, InvalidState, InvalidType, RankMismatch
+from ..groups import ProcessGroup, new_group
+from ..groups._call_site import warn_user
+from ..groups._current_group import default_group
+from ._buffers import BufferAverage, BufferRule
+from ._evaluation import evaluate
+from ._fingerprint import current_fingerprint, fingerprint_differences
+from ._loader import ElasticLoader
+from ._micro_batches import Step
+from ._randomness import derive_seed, seed_generators
+
+SEED_LIMIT = 1 << 63
+
+
+class ElasticRun:
+    """Train a module in steps of micro-batches, with the same bits at any number of ranks.
+
+    ::
+
+        run = ElasticRun(model, optimizer, micro_batches=8, seed=0)
+        loader = run.loader(dataset, batch_size=16)
+        run.restore("run/")
+        for step in run.steps(1000):
+            for micro in step.micro_batches(loader):
+                micro.backward(loss_fn(model(micro.inputs), micro.targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            run.save_every(100)
+
+    Every rank makes one, with the same arguments; all ranks start with rank 0's parameters and
+    buffers. It sets the number of intra-op threads and asks torch for deterministic algorithms,
+    since the bits depend on both.
+
+    Arguments:
+        model: the module to train, not wrapped in DDP.
+        optimizer: the optimizer, or several.
+        micro_batches: how many micro-batches a step has; at least the world size.
+        seed: all randomness of the run derives from it.
+        state: what else belongs to the run, by name: schedulers, averages, scalers, anything with
+            ``state_dict`` and ``load_state_dict``.
+        group: the ranks; by default the current group, else a new one from the launcher's
+            environment, else this process alone.
+        threads: the number of intra-op threads, equal on all ranks and in all parts of a run.
+        buffers: how buffers follow from those of the micro-batches, by name or pattern: "mean"
+            (floating-point buffers by default) or "first", those of micro-batch 0 (all others).
+        strict: whether torch raises for operations without a deterministic algorithm, and `restore`
+            if the fingerprint differs; otherwise both warn.
+        bucket_cap_mb: as in `phalanx.DDP`.
+
+    Raises:
+        RankMismatch: if the arguments or the module differ between ranks; on every rank.
+        InvalidArgument, InvalidState, InvalidType: if an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        micro_batches: int,
+        seed: int = 0,
+        state: Mapping[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+        threads: int = 1,
+        buffers: Mapping[str, BufferRule] | None = None,
+        strict: bool = False,
+        bucket_cap_mb: float | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizers = _check_optimizers(optimizer)
+        self.micro_batches = _check_integer("micro_batches", micro_batches, 1)
+        self.seed = _check_integer("seed", seed, 0)
+        self.threads = _check_integer("threads", threads, 1)
+        if self.seed >= SEED_LIMIT:
+            raise InvalidArgument(f"seed must be below 2**63, got {seed}")
+        self.state = _check_state(state or {})
+        self.group = _resolve_group(group)
+        """The ranks. A collective in the loop over micro-batches must be made by all of them, which
+        have different numbers of micro-batches."""
+        inventory = _inspect(model)
+        named = inventory.parameters
+        self._comm = Communicator(self.group, named[0][1].device)
+        self._compare_arguments()
+        torch.set_num_threads(self.threads)
+        _use_deterministic_algorithms(strict)
+        self._strict = strict
+        verify_parameters(named, self._comm, operation="ElasticRun")
+        self._fold = GradientFold(self._comm, self.micro_batches)
+        ranks = range(self._comm.size)
+        blocks = [
+            MicroBatchBlock.of_rank(rank, self._comm.size, self.micro_batches) for rank in ranks
+        ]
+        self._block_lengths = [len(block) for block in blocks]
+        self._longest_block = max(self._block_lengths)
+        combination = self._fold.combination
+        self._buffers = BufferAverage(
+            model, self._comm, self._fold.block, combination, buffers or {}
+        )
+        caps = resolve_bucket_caps(bucket_cap_mb, None, shared=self._comm.shares_memory)
+        options = BucketOptions(
+            caps, inventory.sparse, DelayedReduction(), None, slots=combination.slots
+        )
+        self._reducer = Reducer(named, self._comm, options, reduce="sum")
+        if self._reducer.optimizers:
+            raise InvalidState(
+                "ElasticRun cannot step optimizers in backward: call optimizer.step()"
+            )
+        self._reducer.on_other_backward = self._refuse_other_backward
+        self._reducer.broadcast_parameters()
+        broadcast_coalesced(list(model.buffers()), self._comm, root=0)
+        _check_before_step(self)
+        self.loaders: list[ElasticLoader] = []
+        self._batch_shapes: dict[int, str] = {}
+        """The shapes of the first batch of each loader, by its id."""
+        self._current_step: Step | None = None
+        self._completed = 0
+        self._phase = 0
+        self._loader_states: list[dict[str, Any]] = []
+        """States of loaders that were restored and are not made yet."""
+        self._checkpoints: CheckpointManager | None = None
+        self._saved_step: int | None = None
+
+    # -- the loop --------------------------------------------------------------------------
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank prints, for all; one rank does."""
+        return self._comm.rank == 0
+
+    @property
+    def completed_steps(self) -> int:
+        """How many steps the run has made."""
+        step = self._current_step
+        return self._completed if step is None or not step._phase else step.number
+
+    def loader(self, dataset: Any, batch_size: int, **options: Any) -> ElasticLoader:
+        """Make a loader of micro-batches of a dataset; see `ElasticLoader` for the options.
+
+        `batch_size` is that of one micro-batch. Make loaders in the same order in every run.
+        """
+        key = len(self.loaders)
+        loader = ElasticLoader(
+            dataset,
+            batch_size,
+            seed=self.seed,
+            micro_batches=self.micro_batches,
+            key=key,
+            **options,
+        )
+        loader.set_block(self._fold.block.lo, self._fold.block.hi)
+        if key < len(self._loader_states):
+            self._report_differences(loader.differences(self._loader_states[key]))
+            loader.load_state_dict(self._loader_states[key])
+        self.loaders.append(loader)
+        return loader
+
+    def steps(self, total: int) -> Iterator[Step]:
+        """Yield steps until the run has made `total` of them in all, in this process or earlier."""
+        total = _check_integer("total", total, 0)
+        while self.completed_steps < total:
+            self._end_step()
+            step = self._current_step = Step(self, self._completed + 1)
+            seed_generators(derive_seed(self.seed, "begin", step.number))
+            yield step
+            if self._current_step is not step:
+                raise InvalidState("run.steps() or run.restore() was called within run.steps()")
+            step._check_complete()
+            if not step._phase:
+                raise InvalidState(
+                    f"step {step.number} had no micro-batches. Loop over step.micro_batches(loader)"
+                )
+        self._end_step()
+
+    def _end_step(self) -> None:
+        step = self._current_step
+        if step is not None:
+            step._check_complete()
+            if step._phase:
+                self._completed, self._phase = step.number, step._phase
+            self._current_step = None
+
+    def _refuse_other_backward(self) -> None:
+        step = self._current_step
+        if step is not None and step._open_loop is not None:
+            step._open_loop.fail(
+                f"backward() was called on a tensor in the micro-batches of step {step.number}. "
+                "Call micro.backward(loss) instead of loss.backward()"
+            )
+
+    def _check_may_step(self) -> None:
+        """Raise if the gradients are not those of a whole step."""
+        if self._current_step is not None:
+            self._current_step._check_complete()
+
+    def evaluate(self, fn: Callable[[Any], Any], loader: ElasticLoader) -> Any:
+        """Return the mean over the samples of a loader's dataset of what `fn` returns for a batch.
+
+        The ranks divide the batches among them. `fn` gets a batch, with the module in evaluation
+        mode and gradients disabled, and returns the mean over its samples: a number, a tensor, or a
+        dict of these. Every sample counts once. The result has the same bits at every world size,
+        and is a float, a float64 tensor, or a dict of these. Every rank calls it.
+        """
+        self._check_may_step()
+        return evaluate(self.model, self._comm, fn, loader)
+
+    # -- checkpoints -----------------------------------------------------------------------
+
+    def restore(
+        self, directory: str | os.PathLike[str], *, step: int | None = None, **options: Any
+    ) -> int:
+        """Continue from the newest checkpoint in a directory, or from a given step of it.
+
+        Returns the number of steps that the run has made; 0 if the directory has no checkpoint. The
+        checkpoint may be of any world size. `save` and `save_every` save there. Other options are
+        those of `CheckpointManager`.
+        """
+        self._end_step()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+        checkpoints = CheckpointManager(directory, group=self.group, **options)
+        self._checkpoints, self._saved_step = checkpoints, None
+        step = checkpoints.latest() if step is None else step
+        if step is None:
+            return 0
+        # First, so that nothing has changed if it raises.
+        saved = checkpoints.load(step, {"elastic": None})["elastic"]
+        self._compare_run(saved)
+        checkpoints.load(step, self._state(with_run=False))
+        self._completed, self._phase = saved["step"], saved["phase"]
+        self._saved_step = self._completed
+        self._loader_states = list(saved["loaders"])
+        for loader, state in zip(self.loaders, self._loader_states, strict=False):
+            loader.load_state_dict(state)
+        seed_generators(derive_seed(self.seed, "after", self._completed, self._phase))
+        return self._completed
+
+    def save(self, directory: str | os.PathLike[str] | None = None) -> None:
+        """Save the run after a step; every rank calls it.
+
+        It goes to the directory that was restored from, or to the given one.
+        """
+        if directory is not None:
+            checkpoints = CheckpointManager(directory, group=self.group)
+        elif self._checkpoints is None:
+            raise InvalidState(
+                "there is no directory to save to. Call run.restore(directory) before the loop, "
+                "which need not have a checkpoint yet, or run.save(directory)"
+            )
+        else:
+            checkpoints = self._checkpoints
+        self._check_may_step()
+        checkpoints.save(self.completed_steps, self._state())
+        if directory is not None:
+            checkpoints.close()
+        else:
+            self._saved_step = self.completed_steps
+
+    def save_every(self, steps: int) -> bool:
+        """Save if the number of steps is a multiple of `steps`; return whether it was saved now."""
+        interval = _check_integer("steps", steps, 1)
+        step = self.completed_steps
+        if step % interval or step == self._saved_step:
+            return False
+        self.save()
+        return True
+
+    def hash(self) -> str:
+        """Return a digest of every bit of the run's state: 32 hexadecimal digits.
+
+        Two runs with the same hash have the same model, optimizers, registered state and position
+        in the data. Every rank calls it, and gets the same.
+        """
+        self._check_may_step()
+        state = {name: getattr(each, "value", each) for name, each in self._state().items()}
+        del state["elastic"]["fingerprint"]
+        return state_digest(state)
+
+    def _state(self, *, with_run: bool = True) -> dict[str, Any]:
+        optimizers = {str(i): each for i, each in enumerate(self.optimizers)}
+        state: dict[str, Any] = {
+            "model": Replicated(self.model),
+            "optimizers": Replicated(optimizers),
+            "state": Replicated(self.state),
+        }
+        if with_run:
+            step = self._current_step
+            state["elastic"] = {
+                "step": self.completed_steps,
+                "phase": step._phase if step is not None and step._phase else self._phase,
+                "seed": self.seed,
+                "micro_batches": self.micro_batches,
+                "loaders": [loader.state_dict() for loader in self.loaders]
+                + self._loader_states[len(self.loaders) :],
+                "fingerprint": current_fingerprint(self._comm.device),
+            }
+        return state
+
+    def _compare_run(self, saved: dict[str, Any]) -> None:
+        names = {"micro_batches": self.micro_batches, "seed": self.seed}
+        found = [
+            f"{name}: {saved[name]} then, {value} now"
+            for name, value in names.items()
+            if saved[name] != value
+        ]
+        found += fingerprint_differences(
+            saved["fingerprint"], current_fingerprint(self._comm.device)
+        )
+        for loader, state in zip(self.loaders, saved["loaders"], strict=False):
+            found += loader.differences(state)
+        self._report_differences(found)
+
+    def _report_differences(self, found: list[str]) -> None:
+        if not found:
+            return
+        message = (
+            "the run cannot continue to the same bits as in the process that saved it: "
+            + "; ".join(found)
+        )
+        if self._strict:
+            raise InvalidState(f"{message}. Restore what was, or pass strict=False")
+        warn_user(message, RuntimeWarning)
+
+    def _compare_arguments(self) -> None:
+        ranks, mine = self._comm.size, f"{self.micro_batches} {self.seed} {self.threads}"
+        texts = self._comm.exchange(mine) if ranks > 1 else [mine]
+        for rank, text in enumerate(texts):
+            pairs = zip(texts[0].split(), text.split(), strict=True)
+            names = ("micro_batches", "seed", "threads")
+            for name, (one, other) in zip(names, pairs, strict=True):
+                if one != other:
+                    raise RankMismatch(
+                        f"ranks disagree on {name}: rank 0 says {one}, rank {rank} says {other}",
+                        group=self._comm.label,
+                        operation="ElasticRun",
+                        ranks=[0, rank],
+                    )
+        if ranks > self.micro_batches:
+            raise InvalidArgument(
+                f"micro_batches must be at least the world size ({ranks}), got "
+                f"{self.micro_batches}. Use micro_batches={ranks} or start at most "
+                f"{self.micro_batches} ranks"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"<ElasticRun: step {self.completed_steps}, {self.micro_batches} micro-batches, "
+            f"rank {self._comm.rank} of {self._comm.size}>"
+        )
+
+
+def _resolve_group(group: Any) -> ProcessGroup:
+    if group is None:
+        group = default_group()
+        if not isinstance(group, ProcessGroup):
+            return new_group()
+    if not isinstance(group, ProcessGroup):
+        raise InvalidType(
+            f"group must be a group of phalanx.groups.new_group(), got {type(group).__name__}"
+        )
+    return group
+
+
+def _inspect(model: Any) -> ModuleInventory:
+    if not isinstance(model, nn.Module):
+        raise InvalidType(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | DistributedDataParallel):
+        raise InvalidArgument(
+            "ElasticRun takes the module itself, not wrapped in DDP: pass model.module"
+        )
+    inventory = ModuleInventory(model, ())
+    check_parameters(inventory.parameters)
+    trainable = [(name, p) for name, p in inventory.parameters if p.requires_grad]
+    if not trainable:
+        raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
+    if inventory.sparse:
+        raise InvalidArgument(
+            f"{min(inventory.sparse)!r} has sparse gradients. ElasticRun keeps the sums of "
+            "micro-batches in dense buckets, so they would become dense. Use sparse=False"
+        )
+    if inventory.sync_norms:
+        raise InvalidArgument(
+            f"{inventory.sync_norms[0][0]!r} is a SyncBatchNorm, whose statistics depend on the "
+            "world size. Use BatchNorm: its running statistics become the mean over micro-batches"
+        )
+    shards = [name for name, p in trainable if isinstance(as_local_shard(p), LocalShard)]
+    if shards:
+        raise InvalidArgument(f"parameter {shards[0]!r} is a DTensor; ElasticRun takes plain ones")
+    return inventory
+
+
+def _check_optimizers(optimizer: Any) -> list[Optimizer]:
+    found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise InvalidType(
+                f"optimizer must be a torch Optimizer or a list of them, got {type(each).__name__}"
+            )
+    return found
+
+
+def _check_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    for name, each in state.items():
+        if not all(callable(getattr(each, f, None)) for f in ("state_dict", "load_state_dict")):
+            raise InvalidType(
+                f"state[{name!r}] must have state_dict and load_state_dict, got "
+                f"{type(each).__name__}"
+            )
+    return dict(state)
+
+
+def _check_integer(name: str, value: Any, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidType(f"{name} must be an integer, got {type(value).__name__}")
+    if value < least:
+        raise InvalidArgument(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+def _use_deterministic_algorithms(strict: bool) -> None:
+    """Let torch name operations without a deterministic algorithm."""
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    # Filling new tensors with NaN finds reads of uninitialized memory and costs a pass over each.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _check_before_step(run: ElasticRun) -> None:
+    """Have the optimizers refuse to step with the gradients of a part of a step."""
+    weak = weakref.ref(run)
+
+    def check(*_: object) -> None:
+        alive = weak()
+        if alive is not None:
+            alive._check_may_step()
+
+    for optimizer in run.optimizers:
+        optimizer.register_step_pre_hook(check)

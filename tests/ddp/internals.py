@@ -1,24 +1,43 @@
 """Private names used by the tests of this package."""
 
 from phalanx.ddp import _DDPJoinHook, _MixedPrecision
-from phalanx.ddp._buckets import ParameterSpec, plan_buckets
+from phalanx.ddp._buckets import Bucket, ParameterSpec, plan_buckets
 from phalanx.ddp._comm_hook import GradBucket
+from phalanx.ddp._communicator import sum_subtrees
 from phalanx.ddp._reducer import Reducer
 from phalanx.ddp._sharded_optimizer import BroadcastParameters, SharedParameters, balance_by_size
+from phalanx.ddp._summation_tree import (
+    Combination,
+    MicroBatchBlock,
+    evaluate,
+    fold_nodes,
+    is_node,
+    midpoint,
+    tree_sum,
+)
 from phalanx.ddp.hooks._power_sgd import orthogonalize
 from phalanx.ddp.hooks._sparsification import sample_without_replacement, topk_indices
 
 __all__ = [
     "BroadcastParameters",
+    "Bucket",
+    "Combination",
     "GradBucket",
+    "MicroBatchBlock",
     "ParameterSpec",
     "Reducer",
     "SharedParameters",
     "_DDPJoinHook",
     "_MixedPrecision",
     "balance_by_size",
+    "evaluate",
+    "fold_nodes",
+    "is_node",
+    "midpoint",
     "orthogonalize",
     "plan_buckets",
     "sample_without_replacement",
+    "sum_subtrees",
     "topk_indices",
+    "tree_sum",
 ]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.ddp._summation_tree import (
+from .internals import (
     Combination,
     MicroBatchBlock,
     evaluate,

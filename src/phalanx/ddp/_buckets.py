@@ -278,9 +278,10 @@ class Bucket:
             total = torch.full_like(target, NEGATIVE_ZERO[target.is_complex()])
             if gradient is not None:
                 total = gradient.to(target.dtype)
+            total = as_real(total)
             for node in reversed(nodes):
-                total = node.views[position] + total
-            target.copy_(total)
+                total = as_real(node.views[position]) + total
+            as_real(target).copy_(total)
 
     def _show_grads(self, positions: slice) -> None:
         """Replace tensors for ``.grad`` that users have pointed elsewhere."""
@@ -364,6 +365,11 @@ class SparseBucket(Bucket):
 
     def zeroed_copy(self) -> Bucket:
         return SparseBucket(self.index, self.members, self.parameters)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """View complex numbers as pairs: torch's complex sum does not keep the signs of zeros."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def count_missing(gradients: Gradients) -> int:

@@ -210,6 +210,10 @@ def sum_subtrees(
     subtrees: Tensor, merges: Sequence[int], divisor: float, *, into: Tensor
 ) -> Tensor:
     """Add the rows of a tensor in the order of a tree; `into` may be one of them."""
+    if subtrees.is_complex():  # torch's complex arithmetic does not keep the signs of zeros
+        parts, target = torch.view_as_real(subtrees).flatten(1), torch.view_as_real(into).view(-1)
+        sum_subtrees(parts, merges, divisor, into=target)
+        return into
     if subtrees.device.type == "cpu" and subtrees.dtype in TREE_DTYPES and native.engine:
         rows = [row.data_ptr() for row in subtrees]
         dtype, numel = DTYPES[into.dtype], into.numel()

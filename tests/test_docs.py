@@ -44,7 +44,7 @@ def test_the_documented_spawn_returns_the_documented_results():
     assert source.rstrip().endswith(f"# {cell['results']}")
 
 
-WITH_PROGRAMS = {"checkpoint_async", "checkpoints", "uneven"} | {
+WITH_PROGRAMS = {"checkpoint_async", "checkpoints", "elastic", "uneven"} | {
     f"ddp_{name}" for name in ("features", "hooks", "optimizers")
 }
 
@@ -71,17 +71,22 @@ CHECKS = {
 assert sorted(os.listdir("run")) == ["step-10", "step-20", "step-30"]
 loaded = checkpointer.load("run/step-30")
 assert loaded["model"]["weight"].equal(model.module.weight), "that was the last step"
-"""
+""",
+    "elastic": """
+assert run.completed_steps == 60
+assert run.restore("run/") == 60 and sorted(os.listdir("run"))[-1] == "step-00000060"
+torch.use_deterministic_algorithms(False)
+""",
 }
 """Checks that run at the end of a page's program."""
 
 
 def programs():
-    """Yield the complete programs of the pages: the code blocks that create a group."""
-    others = (ROOT / f"docs/{name}.md" for name in ("checkpoint_async", "checkpoints", "uneven"))
-    for page in sorted([*ROOT.glob("docs/ddp_*.md"), *others]):
-        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-        yield from ((page.stem, block) for block in blocks if "new_group()" in block)
+    """Yield the complete programs of the pages: the code blocks that create a group or a run."""
+    for name in sorted(WITH_PROGRAMS):
+        text = (ROOT / f"docs/{name}.md").read_text()
+        blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+        yield from ((name, block) for block in blocks if re.search(r"new_group\(\)|Run\(", block))
 
 
 @pytest.mark.slow
@@ -89,6 +94,7 @@ def test_documented_programs_run(tmp_path):
     """All in one launch, since launching takes longer than any of them."""
     found = list(programs())
     assert {page for page, _ in found} == WITH_PROGRAMS
+    assert {page.stem for page in ROOT.glob("docs/ddp_*.md")} <= WITH_PROGRAMS
     for page, source in found:
         assert len(source.splitlines()) <= 30, page
     found.insert(0, ("readme", the_readmes_training_loop()))

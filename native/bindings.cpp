@@ -121,7 +121,7 @@ std::vector<T> as_small(const std::vector<std::int64_t>& numbers) {
 }
 
 // A large input must be in the region. Peers may read as many slots as any rank has inputs.
-std::uint64_t issue_tree(Engine& engine, int type, Address input, std::size_t slot_bytes,
+std::uint64_t issue_ordered(Engine& engine, int type, Address input, std::size_t slot_bytes,
                          std::size_t slots, std::size_t output_bytes,
                          const std::vector<std::int64_t>& tree_inputs,
                          const std::vector<std::int64_t>& merges, double divisor, nb::handle shape,
@@ -133,7 +133,7 @@ std::uint64_t issue_tree(Engine& engine, int type, Address input, std::size_t sl
   const auto most = std::max_element(tree->inputs.begin(), tree->inputs.end());
   const std::size_t used = most == tree->inputs.end() ? 0 : std::min<std::size_t>(*most, slots);
   Request request;
-  request.kind = Collective::tree_allreduce;
+  request.kind = Collective::ordered_allreduce;
   request.reduction = {static_cast<DType>(type), ReduceOp::sum, divisor};
   request.input = pointer(input);
   request.bytes = used == 0 ? 0 : (used - 1) * slot_bytes + output_bytes;
@@ -203,7 +203,7 @@ void export_constants(nb::module_& module) {
                    {{"BARRIER", C::barrier}, {"ALLREDUCE", C::allreduce}, {"REDUCE", C::reduce},
                     {"BROADCAST", C::broadcast}, {"ALLGATHER", C::allgather}, {"GATHER", C::gather},
                     {"SCATTER", C::scatter}, {"REDUCE_SCATTER", C::reduce_scatter},
-                    {"ALLTOALL", C::alltoall}, {"TREE_ALLREDUCE", C::tree_allreduce}});
+                    {"ALLTOALL", C::alltoall}, {"ORDERED_ALLREDUCE", C::ordered_allreduce}});
   add_constants<Outcome>(module, "Outcome",
                          {{"PENDING", Outcome::pending}, {"FINISHED", Outcome::finished},
                           {"DEAD", Outcome::dead}, {"MISMATCH", Outcome::mismatch},
@@ -308,7 +308,7 @@ NB_MODULE(_engine, module) {
       .def_prop_ro("has_driver", &Engine::has_driver)
       .def("issue", &issue)
       .def("issue_in_place", &issue_in_place)
-      .def("issue_tree", &issue_tree)
+      .def("issue_ordered", &issue_ordered)
       .def("test", [](Engine& engine, std::uint64_t ticket) { return as_tuple(engine.test(ticket)); },
            NoGil())
       .def("wait",

@@ -94,7 +94,7 @@ class Executor {
       case Collective::alltoall:
         exchange(at, from, to);
         break;
-      case Collective::tree_allreduce:
+      case Collective::ordered_allreduce:
         sum_small_tree(at);
         break;
       case Collective::barrier:
@@ -191,7 +191,7 @@ bool Engine::execute(Operation& operation) {
     return true;
   }
   if (!direct) {
-    assert(request.kind != Collective::tree_allreduce && "callers check tree_error()");
+    assert(request.kind != Collective::ordered_allreduce && "callers check tree_error()");
     operation.in_windows = true;
     operation.windows = (longest + layout.sizes.window - 1) / layout.sizes.window;
     return run_windows(operation);
@@ -222,7 +222,7 @@ bool Engine::for_each_piece(Operation& operation, std::size_t length, Piece&& pi
 bool Engine::execute_direct(Operation& operation, std::size_t longest) {
   const Request& request = operation.request;
   if (request.kind == Collective::broadcast) return broadcast(operation, longest);
-  if (request.kind == Collective::tree_allreduce) return sum_tree_directly(operation);
+  if (request.kind == Collective::ordered_allreduce) return sum_tree_directly(operation);
   const auto place = [&](int rank) {
     return region_.bytes(descriptor(rank, operation.sequence).offset);
   };

@@ -427,10 +427,10 @@ bool Engine::matches_peers(const Operation& operation) {
   return true;
 }
 
-// In an all-to-all, whether a rank sends as much as this rank has room for. In a tree all-reduce,
+// In an all-to-all, whether a rank sends as much as this rank has room for. In an ordered all-reduce,
 // whether it has as much memory as this rank, which reads what its own tree says.
 bool Engine::sizes_match(const Operation& operation, int rank) const {
-  if (operation.request.kind == Collective::tree_allreduce)
+  if (operation.request.kind == Collective::ordered_allreduce)
     return descriptor(rank, operation.sequence).bytes == operation.request.bytes;
   if (operation.request.kind != Collective::alltoall) return true;
   const std::uint64_t* sent = region_.control(rank).splits[operation.sequence % kRingSize];

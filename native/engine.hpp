@@ -57,7 +57,7 @@ class Process {
   const int pidfd_;
 };
 
-// The order of a tree all-reduce (see `sum_tree`). Every rank has memory for as many slots as the rank
+// The order of an ordered all-reduce (see `sum_tree`). Every rank has memory for as many slots as the rank
 // with most inputs. The result replaces the first slot.
 struct Tree {
   std::vector<std::uint16_t> inputs;  // of each rank, in its first slots
@@ -76,7 +76,7 @@ struct Request {
   std::vector<char*> outputs;     // one per rank where the operation has several, else one
   std::size_t output_bytes = 0;   // of each output; for alltoall of all together
   std::vector<std::uint64_t> send_at, receive_at;  // alltoall: where each rank's part begins
-  std::shared_ptr<const Tree> tree;  // tree_allreduce, whose `reduction.factor` is the divisor
+  std::shared_ptr<const Tree> tree;  // ordered_allreduce, whose `reduction.factor` is the divisor
 };
 
 // `root_left` and `torn` end one operation, with the same result on every rank; the group continues.
@@ -87,7 +87,7 @@ enum class Outcome : std::uint8_t {
   dead,
   mismatch,
   aborted,
-  root_left,  // or of a tree all-reduce any rank
+  root_left,  // or of an ordered all-reduce any rank
   torn,       // a rank died during the operation and was excluded
 };
 
@@ -130,7 +130,7 @@ class Engine {
   // Queues an operation and returns its ticket. Tickets count up from 1.
   std::uint64_t issue(Request request);
 
-  // Returns why a tree all-reduce must not be issued, or null. Its input has to be small or in the
+  // Returns why an ordered all-reduce must not be issued, or null. Its input has to be small or in the
   // region: there is no path through windows.
   const char* tree_error(const Request& request) const;
 

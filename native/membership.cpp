@@ -115,7 +115,7 @@ int Engine::missing_rank(const Request& request) const {
     case Collective::gather:
     case Collective::scatter:
       return is_member(request.root) ? -1 : request.root;
-    case Collective::tree_allreduce:
+    case Collective::ordered_allreduce:
       for (int rank = 0; rank < ranks_; ++rank)
         if (!is_member(rank)) return rank;
       return -1;
@@ -147,7 +147,7 @@ int Engine::torn_by(const Operation& operation) const {
   const Request& request = operation.request;
   for (const int rank : members_) {
     const bool stores = request.kind == Collective::allreduce ||
-                        request.kind == Collective::tree_allreduce ||
+                        request.kind == Collective::ordered_allreduce ||
                         (operation.root_assists && rank == request.root);
     if (stores && died_before(rank, &Control::done, operation.sequence)) return rank;
   }

@@ -40,7 +40,7 @@ enum class Collective : std::uint8_t {
   scatter = 7,
   reduce_scatter = 8,
   alltoall = 9,
-  tree_allreduce = 10,
+  ordered_allreduce = 10,
 };
 
 // One operation of one rank, written before the rank publishes `arrived`.

@@ -43,7 +43,7 @@ enum class ReduceOp : std::uint8_t {
 inline constexpr int kReduceOps = 9;
 
 // Limits of a sum in the order of a tree: its inputs, and sums that exist at the same time.
-inline constexpr std::size_t kMaxTreeInputs = 256;
+inline constexpr std::size_t kMaxTreeInputs = 2048;
 inline constexpr std::size_t kMaxTreeDepth = 32;
 
 constexpr std::size_t size_of(DType type) {

@@ -66,7 +66,7 @@ float part(int rank, std::size_t slot, std::size_t i, std::size_t salt) {
 }
 
 // Ranks have unequal numbers of inputs, and one may have none. What is not part of the result stays.
-void test_tree_allreduce(int ranks) {
+void test_ordered_allreduce(int ranks) {
   run(ranks, [&](Engine& engine, int rank) {
     std::size_t salt = 0;
     for (const std::size_t most : {1u, 2u, 3u})
@@ -658,7 +658,7 @@ void test_dead_root(bool shared) {
 void test_all_modes() {
   for (const int ranks : {1, 2, 3, 5}) {
     test_allreduce(ranks);
-    test_tree_allreduce(ranks);
+    test_ordered_allreduce(ranks);
     test_asynchronous(ranks);
     test_try_issue(ranks);
     test_broadcast_and_reduce(ranks);

@@ -34,7 +34,7 @@ int input_value(int rank, std::size_t call) { return (rank + 1) * 100 + static_c
 constexpr int kGarbage = -77'777;
 
 Request in_place_of(Collective kind, Buffer& buffer, int ranks) {
-  if (kind == Collective::tree_allreduce)
+  if (kind == Collective::ordered_allreduce)
     return tree_sum(buffer.bytes(), buffer.size() / sizeof(float), ranks);
   return in_place(kind, buffer, 1);
 }
@@ -59,7 +59,7 @@ class Rank {
     const std::size_t call = tickets.size();
     Request request = in_place(calls_[call].kind, inputs_[call], calls_[call].root);
     const std::size_t count = calls_[call].count;
-    if (calls_[call].kind == Collective::tree_allreduce)
+    if (calls_[call].kind == Collective::ordered_allreduce)
       request = tree_of_four(inputs_[call], count);
     if (calls_[call].kind == Collective::allgather) {
       request.outputs.clear();
@@ -104,7 +104,7 @@ class Rank {
                 input_value(rank, call))
               return false;
         return true;
-      case Collective::tree_allreduce:
+      case Collective::ordered_allreduce:
         return members.size() == kSize && is_tree_sum(call, sum);
       default:
         return true;
@@ -119,7 +119,7 @@ class Rank {
  private:
   int element(int rank, std::size_t call) const {
     const int value = input_value(rank, call);
-    return calls_[call].kind == Collective::tree_allreduce
+    return calls_[call].kind == Collective::ordered_allreduce
                ? std::bit_cast<int>(static_cast<float>(value))
                : value;
   }
@@ -159,14 +159,14 @@ class Simulation {
     constexpr Collective kinds[] = {Collective::allreduce, Collective::allreduce,
                                     Collective::broadcast, Collective::allgather,
                                     Collective::reduce,    Collective::scatter,
-                                    Collective::tree_allreduce};
+                                    Collective::ordered_allreduce};
     constexpr std::size_t kCounts[] = {4, 100, 400};
     for (std::size_t i = 0; i < kOperations; ++i) {
       Call& call = calls_.emplace_back();
       call.kind = kinds[below(std::size(kinds))];
       call.root = static_cast<int>(below(kSize));
       call.count = kCounts[below(std::size(kCounts))];
-      const bool all_shared = below(3) != 0 || call.kind == Collective::tree_allreduce;
+      const bool all_shared = below(3) != 0 || call.kind == Collective::ordered_allreduce;
       for (bool& shared : call.shared) shared = all_shared || below(2) == 0;
     }
     ranks_ = make_ranks(region_, calls_);
@@ -452,17 +452,17 @@ int main(int count, char** values) {
   test_survivors_agree(count > 1 ? static_cast<unsigned>(std::atoi(values[1])) : 300);
   for (const Collective kind : {Collective::allreduce, Collective::broadcast, Collective::allgather,
                                 Collective::reduce, Collective::scatter,
-                                Collective::tree_allreduce}) {
+                                Collective::ordered_allreduce}) {
     test_completed_operation_is_not_torn(kind);
     test_torn_on_all_survivors(kind);
   }
   test_dead_root_among_dead_ranks();
   for (const Collective kind :
-       {Collective::allreduce, Collective::broadcast, Collective::tree_allreduce}) {
+       {Collective::allreduce, Collective::broadcast, Collective::ordered_allreduce}) {
     test_stopped_rank_ends_with_its_piece(kind);
     for (const DriverMode by : {DriverMode::callers, DriverMode::mixed}) {
       driver_mode = by;
-      if (kind != Collective::tree_allreduce) test_resume_after_abort(kind);  // it needs every rank
+      if (kind != Collective::ordered_allreduce) test_resume_after_abort(kind);  // it needs every rank
       test_aborted_buffer_is_not_accessed(kind);
     }
   }

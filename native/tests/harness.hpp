@@ -114,12 +114,12 @@ inline Request in_place(Collective kind, Buffer& buffer, int root = 0) {
   return in_place(kind, buffer.bytes(), buffer.size(), root);
 }
 
-// A tree all-reduce of float32: `count` of every `stride` elements from `data` on are an input.
+// An ordered all-reduce of float32: `count` of every `stride` elements from `data` on are an input.
 inline Request tree_sum(char* data, std::size_t count, std::size_t stride,
                         std::vector<std::uint16_t> inputs, std::vector<std::uint8_t> merges,
                         double divisor = 1.0) {
   Request request;
-  request.kind = Collective::tree_allreduce;
+  request.kind = Collective::ordered_allreduce;
   request.reduction = {DType::float32, ReduceOp::sum, divisor};
   request.input = data;
   request.output_bytes = count * sizeof(float);

@@ -3,17 +3,17 @@
 from phalanx.ddp import _DDPJoinHook, _MixedPrecision
 from phalanx.ddp._buckets import Bucket, ParameterSpec, plan_buckets
 from phalanx.ddp._comm_hook import GradBucket
-from phalanx.ddp._communicator import sum_subtrees
+from phalanx.ddp._communicator import sum_rows
 from phalanx.ddp._reducer import Reducer
 from phalanx.ddp._sharded_optimizer import BroadcastParameters, SharedParameters, balance_by_size
 from phalanx.ddp._summation_tree import (
-    Combination,
-    MicroBatchBlock,
-    evaluate,
+    LeafBlock,
+    SummationPlan,
+    add_in_order,
     fold_nodes,
     is_node,
     midpoint,
-    tree_sum,
+    ordered_sum,
 )
 from phalanx.ddp.hooks._power_sgd import orthogonalize
 from phalanx.ddp.hooks._sparsification import sample_without_replacement, topk_indices
@@ -21,23 +21,23 @@ from phalanx.ddp.hooks._sparsification import sample_without_replacement, topk_i
 __all__ = [
     "BroadcastParameters",
     "Bucket",
-    "Combination",
     "GradBucket",
-    "MicroBatchBlock",
+    "LeafBlock",
     "ParameterSpec",
     "Reducer",
     "SharedParameters",
+    "SummationPlan",
     "_DDPJoinHook",
     "_MixedPrecision",
+    "add_in_order",
     "balance_by_size",
-    "evaluate",
     "fold_nodes",
     "is_node",
     "midpoint",
+    "ordered_sum",
     "orthogonalize",
     "plan_buckets",
     "sample_without_replacement",
-    "sum_subtrees",
+    "sum_rows",
     "topk_indices",
-    "tree_sum",
 ]

@@ -6,7 +6,7 @@ from torch.nn import Parameter
 
 from phalanx import native
 
-from .internals import Bucket, evaluate, fold_nodes, sum_subtrees
+from .internals import Bucket, add_in_order, fold_nodes, sum_rows
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -53,9 +53,9 @@ def test_subtrees_add_up_to_the_same_bits_natively_and_in_torch(dtype, divisor, 
     torch.manual_seed(0)
     rows = values((5, 130), dtype)
     _, merges = fold_nodes([(i, i + 1) for i in range(5)], 5)
-    natively = sum_subtrees(rows, merges, divisor, into=torch.empty_like(rows[0]))
+    natively = sum_rows(rows, merges, divisor, into=torch.empty_like(rows[0]))
     monkeypatch.setattr(native, "engine", None)
-    in_torch = sum_subtrees(rows, merges, divisor, into=torch.empty_like(rows[0]))
+    in_torch = sum_rows(rows, merges, divisor, into=torch.empty_like(rows[0]))
     assert torch.equal(bits(natively), bits(in_torch))
-    exact = evaluate(list(rows.to(torch.complex128)), merges, torch.add) / divisor
+    exact = add_in_order(list(rows.to(torch.complex128)), merges, torch.add) / divisor
     torch.testing.assert_close(in_torch.to(torch.complex128), exact, rtol=0.05, atol=0.2)

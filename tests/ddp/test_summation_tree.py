@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from .internals import (
-    Combination,
-    MicroBatchBlock,
-    evaluate,
+    LeafBlock,
+    SummationPlan,
+    add_in_order,
     fold_nodes,
     is_node,
     midpoint,
-    tree_sum,
+    ordered_sum,
 )
 
 LEAVES = st.integers(1, 40)
@@ -67,7 +67,8 @@ def test_is_node_knows_exactly_the_nodes(leaves):
 @given(LEAVES, st.data())
 def test_any_division_among_ranks_gives_the_recursive_order(leaves, data):
     ranks = data.draw(st.integers(1, leaves))
-    blocks = [MicroBatchBlock.of_rank(rank, ranks, leaves) for rank in range(ranks)]
+    plan = SummationPlan(0, ranks, leaves)
+    blocks = plan.blocks
     assert [leaf for block in blocks for leaf in range(block.lo, block.hi)] == [*range(leaves)]
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
     subtrees = []
@@ -81,16 +82,15 @@ def test_any_division_among_ranks_gives_the_recursive_order(leaves, data):
             assert len(stack) <= block.depth
         assert len(stack) == len(block.nodes)
         subtrees += stack
-    combination = Combination(blocks)
-    assert combination.counts == [len(block.nodes) for block in blocks]
-    total = evaluate(subtrees, combination.merges, add_texts)
+    assert plan.counts == [len(block.nodes) for block in blocks]
+    total = add_in_order(subtrees, plan.merges, add_texts)
     assert total == recursive_sum(names(leaves), 0, leaves)
 
 
 @given(LEAVES, st.data())
 def test_a_block_has_at_most_two_subtrees_per_level(leaves, data):
     lo = data.draw(st.integers(0, leaves - 1))
-    block = MicroBatchBlock(lo, data.draw(st.integers(lo + 1, leaves)), leaves)
+    block = LeafBlock(lo, data.draw(st.integers(lo + 1, leaves)), leaves)
     assert [leaf for node in block.nodes for leaf in range(*node)] == [*range(block.lo, block.hi)]
     assert all(is_node(*node, leaves) for node in block.nodes)
     sizes = [hi - lo for lo, hi in block.nodes]
@@ -100,7 +100,7 @@ def test_a_block_has_at_most_two_subtrees_per_level(leaves, data):
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40))
 def test_the_sum_of_numbers_follows_the_tree_and_is_close_to_the_exact_sum(values):
-    total = tree_sum(values)
+    total = ordered_sum(values)
     assert total == recursive_sum(values, 0, len(values))
     exact = sum(map(Fraction, values))
     error = abs(Fraction(total) - exact)
@@ -111,16 +111,16 @@ def test_the_sum_of_numbers_follows_the_tree_and_is_close_to_the_exact_sum(value
 
 
 def test_the_sum_of_nothing_is_zero():
-    assert tree_sum([]) == 0
+    assert ordered_sum([]) == 0
 
 
-def test_blocks_that_leave_a_gap_are_a_bug():
+def test_nodes_with_a_gap_are_a_bug():
     with pytest.raises(AssertionError, match="gap"):
-        Combination([MicroBatchBlock(0, 2, 4), MicroBatchBlock(3, 4, 4)])
+        fold_nodes([(0, 2), (3, 4)], 4)
 
 
 def test_a_binary_counter_needs_a_stack_of_logarithmic_depth():
-    assert [MicroBatchBlock(0, leaves, leaves).depth for leaves in (1, 2, 4, 8, 16)] == [
+    assert [LeafBlock(0, leaves, leaves).depth for leaves in (1, 2, 4, 8, 16)] == [
         1,
         1,
         2,

@@ -97,7 +97,7 @@ def processes(batch):
 
 def expected(dataset, loop, micro, **options):
     """Return a batch as fetched first of all by a new loader without workers."""
-    return with_draws(make(dataset, collate_fn=list, **options).fetch(loop, micro))
+    return with_draws(make(dataset, collate_fn=list, **options)._fetch(loop, micro))
 
 
 def is_running(pid):
@@ -250,7 +250,11 @@ def test_the_epoch_of_a_loop_is_that_of_its_first_sample(shape, loop):
     options = {key: shape[key] for key in ("batch_size", "micro_batches", "seed")}
     loader = make(range(shape["length"]), **options)
     before = loop * shape["micro_batches"] * shape["batch_size"]
-    assert loader.epoch_of(loop) == before // shape["length"]
+    loader.load_state_dict({"loop": loop})
+    assert loader.epoch == before // shape["length"]
+    assert loader.indices(loop, 0)[0] in range(shape["length"])
+    samples = shape["micro_batches"] * shape["batch_size"]
+    assert (len(loader) - 1) * samples < shape["length"] <= len(loader) * samples
 
 
 @given(SHAPES, st.integers(1, 30), st.integers(1, 4))
@@ -312,11 +316,11 @@ def test_an_order_of_another_length_names_both(loader_of, num_workers):
     loader = loader_of(
         range(9), micro_batches=2, num_workers=num_workers, order=lambda epoch: range(4 + epoch)
     )
-    assert [loader.fetch(0, micro).tolist() for micro in (0, 1)] == [[0, 1], [2, 3]]
+    assert [loader._fetch(0, micro).tolist() for micro in (0, 1)] == [[0, 1], [2, 3]]
     for _ in range(2):
         with pytest.raises(errors.InvalidState, match=r"order\(1\) has 5 indices, .* had 4"):
-            loader.fetch(1, 0)
-    assert loader.fetch(0, 1).tolist() == [2, 3]
+            loader._fetch(1, 0)
+    assert loader._fetch(0, 1).tolist() == [2, 3]
 
 
 # -- fetching ------------------------------------------------------------------------------
@@ -334,31 +338,32 @@ def test_batches_do_not_depend_on_workers_blocks_and_restarts(loader_of, num_wor
         ]
     requests.insert(5, ((0, 3), 2, 3))  # a micro-batch of another rank
     for block, loop, micro in requests:
-        loader.set_block(*block)
+        loader._set_block(*block)
         torch.rand(1), random.random(), np.random.rand()
-        found = with_draws(loader.fetch(loop, micro))
+        found = with_draws(loader._fetch(loop, micro))
         assert found == expected(dataset, loop, micro)
         assert [sample["index"] for sample in found] == loader.indices(loop, micro)
 
 
 def test_one_set_of_workers_serves_a_block_in_order(loader_of):
     loader = loader_of(Augmented(13), num_workers=2, collate_fn=list)
-    loader.set_block(1, 4)
-    found = [processes(loader.fetch(loop, micro)) for loop in range(3) for micro in range(1, 4)]
+    loader._set_block(1, 4)
+    found = [processes(loader._fetch(loop, micro)) for loop in range(3) for micro in range(1, 4)]
     assert len(set.union(*found)) == 2
     assert os.getpid() not in set.union(*found)
     # Outside of the block, the main process; the workers keep their place.
-    assert processes(loader.fetch(2, 0)) == {os.getpid()}
-    assert processes(loader.fetch(3, 1)) < set.union(*found)
+    assert processes(loader._fetch(2, 0)) == {os.getpid()}
+    assert processes(loader._fetch(3, 1)) < set.union(*found)
     # A step back needs new ones.
-    assert not processes(loader.fetch(3, 1)) & set.union(*found)
+    assert not processes(loader._fetch(3, 1)) & set.union(*found)
 
 
 def test_different_batches_draw_differently():
     loader = make(Augmented(4), micro_batches=2, collate_fn=list)
     other = make(Augmented(4), micro_batches=2, collate_fn=list, key=1)
-    batches = [loader.fetch(0, 0), loader.fetch(0, 1), loader.fetch(1, 0), other.fetch(0, 0)]
-    batches += [each.fetch_evaluation(number) for each in (loader, other) for number in (0, 1)]
+    batches = [loader._fetch(0, 0), loader._fetch(0, 1), loader._fetch(1, 0), other._fetch(0, 0)]
+    for each in (loader, other):
+        batches += [batch for _, _, batch in each._evaluation_iterator(0, 2)]
     for name in ("torch", "python", "numpy"):
         assert len({str(sample[name]) for batch in batches for sample in batch}) == 16
 
@@ -366,8 +371,7 @@ def test_different_batches_draw_differently():
 def test_workers_leave_the_generators_alone(loader_of):
     before = generator_states()
     loader = loader_of(Augmented(5), num_workers=1)
-    loader.fetch(0, 0)
-    [*loader.evaluation_iterator(0, 2)]
+    loader._fetch(0, 0)
     assert generator_states() == before
 
 
@@ -376,7 +380,7 @@ def test_the_collate_function_draws_from_the_same_generators(loader_of):
         return [sample["index"] for sample in samples], draws()
 
     found = [
-        loader_of(Augmented(5), num_workers=workers, collate_fn=collate).fetch(0, 1)
+        loader_of(Augmented(5), num_workers=workers, collate_fn=collate)._fetch(0, 1)
         for workers in (0, 1)
     ]
     assert found[0] == found[1]
@@ -387,7 +391,7 @@ def test_the_collate_function_draws_from_the_same_generators(loader_of):
 def test_samples_are_collated_as_by_torch(loader_of, num_workers):
     dataset = TensorDataset(torch.arange(10.0), torch.arange(10))
     loader = loader_of(dataset, 4, num_workers=num_workers)
-    values, labels = loader.fetch(1, 2)
+    values, labels = loader._fetch(1, 2)
     assert labels.tolist() == values.tolist() == loader.indices(1, 2)
 
 
@@ -402,7 +406,7 @@ def test_getitems_of_the_dataset_gets_the_whole_list(loader_of, num_workers):
             return {"given": indices, **draws()}
 
     loader = loader_of(Batched(9), 3, num_workers=num_workers, collate_fn=lambda values: [values])
-    (found,) = loader.fetch(2, 1)
+    (found,) = loader._fetch(2, 1)
     assert found.pop("given") == loader.indices(2, 1)
     seed_generators(derive_seed(7, "data", 0, 2, 1))
     assert found == draws()
@@ -419,10 +423,10 @@ def test_the_main_process_fetches_with_one_thread(loader_of):
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert loader.fetch(0, 0) == [1, 1]
+        assert loader._fetch(0, 0) == [1, 1]
         assert torch.get_num_threads() == 3
         with pytest.raises(IndexError):
-            loader.fetch(0, 1)
+            loader._fetch(0, 1)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -439,15 +443,15 @@ def test_workers_see_the_dataset_of_the_user(loader_of):
         get_worker_info().dataset.worker = worker
 
     loader = loader_of(Named(4), num_workers=2, collate_fn=list, worker_init_fn=initialise)
-    assert loader.fetch(0, 0) == [(0, 0, True)] * 2
-    assert loader.fetch(0, 1) == [(1, 1, True)] * 2
+    assert loader._fetch(0, 0) == [(0, 0, True)] * 2
+    assert loader._fetch(0, 1) == [(1, 1, True)] * 2
 
 
 @WORKERS
 def test_another_default_device_is_no_obstacle(loader_of, num_workers):
     loader = loader_of(range(4), num_workers=num_workers, collate_fn=list, shuffle=False)
     with torch.device("meta"):
-        assert loader.fetch(0, 1) == [2, 3]
+        assert loader._fetch(0, 1) == [2, 3]
 
 
 # -- failures ------------------------------------------------------------------------------
@@ -462,23 +466,23 @@ def test_an_error_of_the_dataset_is_raised_once(loader_of, num_workers):
     loader = loader_of(
         Failing(8, 3, raise_error), num_workers=num_workers, shuffle=False, collate_fn=list
     )
-    assert loader.fetch(0, 0) == [0, 1]
+    assert loader._fetch(0, 0) == [0, 1]
     with pytest.raises(KeyError, match="no such sample") as caught:
-        loader.fetch(0, 1)
+        loader._fetch(0, 1)
     assert ("in DataLoader worker process" in str(caught.value)) == (num_workers > 0)
-    assert loader.fetch(0, 2) == [4, 5]
-    assert loader.fetch(0, 3) == [6, 7]
+    assert loader._fetch(0, 2) == [4, 5]
+    assert loader._fetch(0, 3) == [6, 7]
     with pytest.raises(KeyError):
-        loader.fetch(1, 1)
+        loader._fetch(1, 1)
 
 
 def test_the_death_of_a_worker_is_raised_and_survived(loader_of):
     dataset = Failing(100, 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
     loader = loader_of(dataset, num_workers=1, shuffle=False, collate_fn=list)
-    loader.set_block(1, 4)
+    loader._set_block(1, 4)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
-        loader.fetch(0, 1)
-    assert loader.fetch(0, 2) == [4, 5]
+        loader._fetch(0, 1)
+    assert loader._fetch(0, 2) == [4, 5]
 
 
 @WORKERS
@@ -489,7 +493,7 @@ def test_stop_iteration_does_not_end_an_evaluation_early(loader_of, num_workers)
         raise StopIteration
 
     loader = loader_of(Failing(8, 3, stop), num_workers=num_workers, collate_fn=list)
-    batches = loader.evaluation_iterator(0, 4)
+    batches = loader._evaluation_iterator(0, 4)
     assert next(batches) == (0, 2, [0, 1])
     with pytest.raises(errors.InvalidState, match="raised StopIteration"):
         next(batches)
@@ -500,11 +504,11 @@ def test_stop_iteration_does_not_end_an_evaluation_early(loader_of, num_workers)
 
 def test_close_ends_the_workers_until_the_next_fetch(loader_of):
     loader = loader_of(Augmented(8), num_workers=2, collate_fn=list)
-    found = processes(loader.fetch(0, 0)) | processes(loader.fetch(0, 1))
+    found = processes(loader._fetch(0, 0)) | processes(loader._fetch(0, 1))
     assert all(map(is_running, found))
     loader.close()
     assert not any(map(is_running, found))
-    assert with_draws(loader.fetch(0, 2)) == expected(Augmented(8), 0, 2)
+    assert with_draws(loader._fetch(0, 2)) == expected(Augmented(8), 0, 2)
 
 
 def test_close_does_not_mind_how_a_worker_ends(loader_of):
@@ -514,14 +518,14 @@ def test_close_does_not_mind_how_a_worker_ends(loader_of):
         Finalize(None, os._exit, args=(3,), exitpriority=0)
 
     loader = loader_of(Augmented(8), num_workers=2, collate_fn=list, worker_init_fn=exit_with_3)
-    found = processes(loader.fetch(0, 0)) | processes(loader.fetch(0, 1))
+    found = processes(loader._fetch(0, 0)) | processes(loader._fetch(0, 1))
     loader.close()
     assert not any(map(is_running, found))
 
 
 def test_workers_end_with_the_last_reference_to_the_loader():
     loader = make(Augmented(8), num_workers=1, collate_fn=list)
-    (worker,) = processes(loader.fetch(0, 0))
+    (worker,) = processes(loader._fetch(0, 0))
     assert is_running(worker)
     gc.disable()
     try:
@@ -538,7 +542,7 @@ def test_workers_of_a_loader_in_a_reference_cycle_exit_by_themselves(tmp_path):
         Finalize(None, (tmp_path / str(worker)).touch, exitpriority=0)
 
     loader = make(Augmented(8), num_workers=2, collate_fn=list, worker_init_fn=note_exit)
-    found = processes(loader.fetch(0, 0)) | processes(loader.fetch(0, 1))
+    found = processes(loader._fetch(0, 0)) | processes(loader._fetch(0, 1))
     loader.itself = loader
     del loader
     gc.collect()
@@ -548,7 +552,7 @@ def test_workers_of_a_loader_in_a_reference_cycle_exit_by_themselves(tmp_path):
 
 def test_an_abandoned_evaluation_ends_its_workers(loader_of):
     loader = loader_of(Augmented(8), num_workers=1, collate_fn=list)
-    batches = loader.evaluation_iterator(0, 4)
+    batches = loader._evaluation_iterator(0, 4)
     (worker,) = processes(next(batches)[2])
     assert worker != os.getpid()
     batches.close()
@@ -562,7 +566,7 @@ def test_a_failed_evaluation_ends_its_workers(loader_of):
         return os.getpid() if samples[0] == 0 else raise_error()
 
     loader = loader_of(range(8), num_workers=1, collate_fn=collate)
-    batches = loader.evaluation_iterator(0, 4)
+    batches = loader._evaluation_iterator(0, 4)
     worker = next(batches)[2]
     with pytest.raises(KeyError) as caught:
         next(batches)
@@ -576,9 +580,9 @@ def test_a_failed_evaluation_ends_its_workers(loader_of):
 @given(st.integers(1, 20), st.integers(1, 8), st.data())
 def test_evaluation_reads_every_sample_once_in_order(length, batch_size, data):
     loader = make(range(length), batch_size, collate_fn=list)
-    batches = loader.evaluation_batches()
+    batches = loader._evaluation_batches()
     cut = data.draw(st.integers(0, batches))
-    found = [*loader.evaluation_iterator(0, cut), *loader.evaluation_iterator(cut, batches)]
+    found = [*loader._evaluation_iterator(0, cut), *loader._evaluation_iterator(cut, batches)]
     assert [number for number, _, _ in found] == [*range(batches)]
     assert [index for _, _, batch in found for index in batch] == [*range(length)]
     assert [samples for _, samples, _ in found] == [len(batch) for _, _, batch in found]
@@ -588,9 +592,10 @@ def test_evaluation_draws_the_same_with_workers_and_in_parts(loader_of):
     dataset = Augmented(7)
     loader = loader_of(dataset, num_workers=2, collate_fn=list, order=lambda _: [3])
     alone = make(dataset, collate_fn=list, drop_last=True)
-    found = [(number, with_draws(batch)) for number, _, batch in loader.evaluation_iterator(1, 4)]
-    assert found == [(number, with_draws(alone.fetch_evaluation(number))) for number in (1, 2, 3)]
-    assert [*loader.evaluation_iterator(2, 2)] == []
+    found = [(number, with_draws(batch)) for number, _, batch in loader._evaluation_iterator(1, 4)]
+    others = alone._evaluation_iterator(1, 4)
+    assert found == [(number, with_draws(batch)) for number, _, batch in others]
+    assert [*loader._evaluation_iterator(2, 2)] == []
 
 
 # -- state ---------------------------------------------------------------------------------
@@ -601,13 +606,13 @@ def test_evaluation_draws_the_same_with_workers_and_in_parts(loader_of):
 def test_position_is_restored(loops):
     loader = make(range(10))
     for _ in range(loops):
-        loader.advance()
+        loader._advance()
     state = loader.state_dict()
     assert state["loop"] == loops
     other = make(range(10))
     other.load_state_dict(state)
     assert other.next_loop == loops
-    assert other.differences(state) == []
+    assert other._differences(state) == []
 
 
 def test_differences_name_settings_with_both_values():
@@ -615,13 +620,13 @@ def test_differences_name_settings_with_both_values():
     other = make(
         range(12), 3, micro_batches=2, shuffle=False, drop_last=True, order=lambda _: range(9)
     )
-    assert other.differences(state) == [
-        "samples per epoch 9, was 10",
-        "batch size 3, was 2",
-        "micro-batches per step 2, was 4",
-        "shuffle off, was on",
-        "drop_last on, was off",
-        "custom order on, was off",
+    assert other._differences(state) == [
+        "samples per epoch: 10 saved, 9 now",
+        "batch size: 2 saved, 3 now",
+        "micro-batches per step: 4 saved, 2 now",
+        "shuffle: on saved, off now",
+        "drop_last: off saved, on now",
+        "custom order: off saved, on now",
     ]
 
 

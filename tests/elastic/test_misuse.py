@@ -102,6 +102,21 @@ def late_backward(ctx, run, loader):
             kept = micro
 
 
+def step_within_the_loop(ctx, run, loader):
+    for step in run.steps(1):
+        for micro in step.micro_batches(loader):
+            micro.backward(loss_of(run, micro))
+            if ctx.rank == 1:
+                run.optimizers[0].step()
+
+
+def a_number_as_loss(ctx, run, loader):
+    for step in run.steps(1):
+        for micro in step.micro_batches(loader):
+            loss = loss_of(run, micro)
+            micro.backward(loss.item() if ctx.rank == 1 else loss)
+
+
 def some_weights(ctx, run, loader):
     for step in run.steps(1):
         for micro in step.micro_batches(loader):
@@ -112,14 +127,16 @@ def some_weights(ctx, run, loader):
 @pytest.mark.parametrize(
     ("misuse", "said"),
     [
-        (break_early, "ended after 1 of 2 on this rank. Do not break out of it"),
-        (break_and_go_on, "ended after 1 of 2 on this rank. Do not break out of it"),
+        (break_early, "optimizer.step() was called after 1 of 2 micro-batches of this rank"),
+        (break_and_go_on, "step of run.steps() was called after 1 of 2 micro-batches"),
         (no_backward, "micro-batch 2 of step 1 had no backward pass. Call micro.backward(loss)"),
         (two_backwards, "called twice for micro-batch 2 of step 1. Add the losses"),
         (collected_in_a_list, "cannot be collected in a list"),
         (backward_of_the_tensor, "Call micro.backward(loss) instead of loss.backward()"),
         (late_backward, "micro-batch 2 of step 1 is over: call micro.backward() in the body"),
         (some_weights, "Give all micro-batches a weight, or none"),
+        (step_within_the_loop, "optimizer.step() was called after 1 of 2 micro-batches"),
+        (a_number_as_loss, "loss must be a tensor with one element, got "),
     ],
 )
 def test_a_mistake_of_one_rank_raises_on_all_and_says_what_to_do(misuse, said):
@@ -298,7 +315,7 @@ def test_a_wrong_loss_says_so(loss, said):
                 micro.backward(loss(run))
 
     error = alone(body)
-    assert isinstance(error, InvalidArgument)
+    assert isinstance(error, InvalidState)
     assert said in str(error)
 
 
@@ -310,6 +327,19 @@ def test_a_negative_weight_says_so():
                 micro.backward(run.model.weight.sum(), weight=-1)
 
     assert "weight must be a finite number, at least 0, got -1" in str(alone(body))
+
+
+def test_a_parameter_may_be_the_loss():
+    def body(ctx):
+        with torch_settings():
+            module = nn.ParameterDict({"x": torch.ones(())})
+            run = ElasticRun(module, [], micro_batches=4, group=ctx.group("local"))
+            for step in run.steps(2):
+                for micro in step.micro_batches():
+                    micro.backward(module["x"])
+            return module["x"].grad.item(), step.losses
+
+    assert three.run(body) == [(2.0, [1.0] * 4)] * 3
 
 
 def test_a_step_without_micro_batches_raises():
@@ -336,7 +366,7 @@ def test_saving_without_a_directory_says_what_to_do():
 
 
 def test_the_loss_is_not_known_before_the_micro_batches():
-    assert "known after its micro-batches" in str(
+    assert "only after the micro-batch loop of step 1" in str(
         alone(lambda group: next(make_run(group).steps(1)).loss)
     )
 
@@ -348,7 +378,7 @@ def test_a_loader_of_another_run_is_refused():
             for _ in step.micro_batches(other.loader(DATASET, 2)):
                 pass
 
-    assert "not made by run.loader() of this run" in str(alone(body))
+    assert "takes a loader that run.loader() of this run has made" in str(alone(body))
 
 
 def test_inputs_of_a_batch_that_is_no_pair_say_so():

@@ -1,6 +1,7 @@
 """An elastic run: checkpoints, hashes, fingerprints, evaluation, buffers, generators."""
 
 import random
+import threading
 import warnings
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.checkpoint import CheckpointManager
 from phalanx.elastic import ElasticRun
-from phalanx.errors import InvalidState, MissingKeys
+from phalanx.errors import InvalidArgument, InvalidState, InvalidType, MissingKeys, RankMismatch
 from phalanx.launch.cli import main
 from phalanx.testing import ThreadRanks
 
@@ -129,7 +130,7 @@ def test_the_hash_depends_on_every_part_of_the_state():
         seen.add(run.hash())
         loader = run.loader([1, 2], 1)
         seen.add(run.hash())
-        loader.advance()
+        loader._advance()
         seen.add(run.hash())
         return len(seen)
 
@@ -176,18 +177,70 @@ def test_a_restore_that_cannot_give_the_same_bits_says_why(tmp_path):
         run.restore(tmp_path)
 
     on_threads(save, 1)
-    with pytest.warns(RuntimeWarning, match="cannot continue to the same bits") as caught:
+    with pytest.warns(RuntimeWarning, match="will not be bitwise identical") as caught:
         on_threads(restore, 1)
     text = str(caught[0].message)
-    for item in ("seed: 0 then, 1 now", "threads: 1 then, 2 now", "batch size 2, was 1"):
+    for item in ("seed: 0 saved, 1 now", "threads: 1 saved, 2 now", "batch size: 1 saved, 2 now"):
         assert item in text
     assert caught[0].filename == __file__
 
     def strictly(group):
-        with pytest.raises(InvalidState, match=r"threads: 1 then, 2 now.*Restore what was"):
+        with pytest.raises(InvalidState, match=r"threads: 1 saved, 2 now.*Use the saved settings"):
             restore(group, strict=True)
 
     on_threads(strictly, 1)
+
+
+def test_a_difference_on_one_rank_raises_on_all(tmp_path):
+    """A strict restore must not leave the other ranks waiting in a load."""
+
+    def save_with_loader(group):
+        run = small_run(group)
+        run.loader([1, 2], 1)
+        run.restore(tmp_path)
+        make_steps(run, 1)
+        run.save()
+
+    on_threads(save_with_loader, 2)
+
+    def check(group):
+        if group.rank():
+            with pytest.raises(InvalidState, match="samples per epoch: 2 saved, 3 now"):
+                _strict_restore(group, [1, 2, 3], tmp_path)
+        else:
+            with pytest.raises(InvalidState, match=r"saved, 3 now \(rank 1\)"):
+                _strict_restore(group, [1, 2], tmp_path)
+
+    on_threads(check, 2)
+
+
+def _strict_restore(group, dataset, path):
+    run = small_run(group, strict=True)
+    run.loader(dataset, 1)
+    run.restore(path)
+
+
+def test_ranks_with_different_fingerprints_do_not_start(monkeypatch):
+    from phalanx.elastic import _run
+
+    fingerprint = _run.current_fingerprint
+
+    def body(group):
+        rank = group.rank()
+        ranks_of_threads[threading.get_ident()] = rank
+        with pytest.raises(RankMismatch, match="disagree on CPU capability: rank 0 says .*OLD"):
+            small_run(group)
+
+    ranks_of_threads = {}
+
+    def patched(device):
+        found = fingerprint(device)
+        if ranks_of_threads[threading.get_ident()] == 1:
+            found["CPU capability"] = "OLD"
+        return found
+
+    monkeypatch.setattr(_run, "current_fingerprint", patched)
+    on_threads(body, 2)
 
 
 def test_a_directory_without_an_elastic_run_is_named(tmp_path):
@@ -246,6 +299,41 @@ def test_an_evaluation_has_the_same_bits_at_any_world_size(ranks):
         assert ranks.run(evaluate_on_rank, size) == [alone] * size
 
 
+def draw_in_evaluation(ctx, workers):
+    with torch_settings():
+        run = small_run(ctx.group("shm"))
+        loader = run.loader([torch.zeros(1)] * 12, 2, num_workers=workers)
+        return run.evaluate(lambda _: torch.rand(()), loader)
+
+
+def test_random_numbers_in_an_evaluation_belong_to_its_batches(ranks):
+    results = {
+        value
+        for size, workers in ((1, 0), (2, 2), (3, 0))
+        for value in ranks.run(draw_in_evaluation, size, args=(workers,))
+    }
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (lambda batch: batch.flatten(), r"the same shape for every batch; got \[1\] and \[2\]"),
+        (lambda batch: {str(len(batch)): 1.0}, "the same names for every batch"),
+        (lambda _: "text", "fn must return numbers, tensors or a dict of them, got str"),
+        (lambda _: {"": 1.0}, "names of results must be strings that are not empty"),
+        (None, "evaluate takes a function and a loader of run.loader"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_averaged_says_so(fn, said):
+    def body(group):
+        run = small_run(group)
+        with pytest.raises((InvalidState, InvalidType), match=said):
+            run.evaluate(fn, run.loader([torch.zeros(1)] * 3, 2))
+
+    on_threads(body, 2)
+
+
 def test_an_evaluation_on_more_ranks_than_batches():
     def body(group):
         run = small_run(group)
@@ -299,6 +387,29 @@ def test_buffers_are_the_mean_of_the_micro_batches_or_those_of_the_first():
 
     hashes = {digest for size in (1, 2, 4) for digest in on_threads(body, size)}
     assert len(hashes) == 1
+
+
+def test_complex_buffers_can_be_averaged_and_integers_cannot():
+    class Complex(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 1)
+            self.register_buffer("phase", torch.tensor([complex(-0.0, 1), 3j]))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def body(group):
+        module = Complex()
+        run = small_run(group, module, micro_batches=6, buffers={"phase": "mean"})
+        for step in run.steps(2):
+            for micro in step.micro_batches():
+                module.phase[0] += complex(micro.number, 1 / 3)
+                micro.backward(module.weight.sum())
+        with pytest.raises(InvalidArgument, match="'count' is torch.int64, which has no mean"):
+            small_run(group, Complex(), buffers={"count": "mean"})
+        return module.phase.tolist()
+
+    results = {str(each) for size in (1, 2, 4) for each in on_threads(body, size)}
+    assert len(results) == 1
+    assert eval(results.pop())[1] == 3j  # noqa: S307
 
 
 def test_a_buffer_that_changes_its_shape_is_refused():

@@ -124,7 +124,7 @@ def plain_losses(ctx):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
     losses = []
     for step in range(4):
-        batches = [loader.fetch(step, micro) for micro in range(8)]
+        batches = [loader._fetch(step, micro) for micro in range(8)]
         inputs, labels = (torch.cat([batch[i] for batch in batches]) for i in (1, 2))
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
         optimizer.zero_grad()

@@ -38,7 +38,7 @@ from ..errors import GroupError, HookError, InvalidState, RankMismatch
 from ..groups import _profiler
 from ._buckets import Bucket, BucketLayout, BucketPiece, Gradients, count_missing, scale_gradient
 from ._comm_hook import CommHook, GradBucket, HookWork
-from ._communicator import AnyWork, Communicator, TreeSum
+from ._communicator import AnyWork, Communicator, OrderedSum
 from ._dtensor import LocalShard, local_tensor
 from ._gradient_fold import GradientFold
 from ._optimizer_in_backward import OptimizersInBackward
@@ -118,19 +118,19 @@ class FoldedPass:
         self._is_folded = [False] * len(layout.pieces)
 
     def arrived(self, _: int) -> None:
-        """Fold nothing in a recording pass; see what kind of pass it is."""
-        self._fold.note_arrival()
+        """Only detect nested runs of autograd: a recording pass folds at its end."""
+        self._fold.detect_nesting()
 
     def ready(self, index: int) -> None:
         """Fold a piece early, if its gradients are final."""
-        self._fold.note_arrival()
+        self._fold.detect_nesting()
         new = [p.grad for p in self._layout.pieces[index].parameters]
-        if not self._is_folded[index] and self._fold.can_take(new):
+        if not self._is_folded[index] and self._fold.is_final(new):
             self._take(index, new)
 
     def _take(self, index: int, new: Gradients) -> None:
         piece = self._layout.pieces[index]
-        self._fold.take(self._layout.buckets[piece.bucket_index], piece, new)
+        self._fold.fold(self._layout.buckets[piece.bucket_index], piece, new)
         self._is_folded[index] = True
 
     def abandon(self) -> None:
@@ -231,7 +231,7 @@ class ReducedPass:
         )
         self._late_factor = scale.factor if scale.uses_new_gradients else 0.0
         self._arrivals = PieceArrivals(self._pieces) if is_recording else None
-        self._works: list[AnyWork | HookWork | TreeSum] = []  # of the buckets that are launched
+        self._works: list[AnyWork | HookWork | OrderedSum] = []  # of the buckets that are launched
         self.unused: list[int] = []  # parameters without a gradient on this rank
         previous = [parameter.grad for parameter in layout.parameters]
         self._previous_grads = previous if count_missing(previous) < len(previous) else []
@@ -261,7 +261,7 @@ class ReducedPass:
         """Note the arrival of a gradient in a recording pass: gather early, launch nothing."""
         assert self._arrivals is not None
         if self._fold is not None:
-            self._fold.note_arrival()
+            self._fold.detect_nesting()
             return
         for index in self._arrivals.add(i):
             self._gather(index, [p.grad for p in self._pieces[index].parameters])
@@ -271,8 +271,8 @@ class ReducedPass:
         """Note that the last gradient of a piece has probably arrived."""
         new = [p.grad for p in self._pieces[index].parameters]
         if self._fold is not None:
-            self._fold.note_arrival()
-            if self._is_gathered[index] or not self._fold.can_take(new):
+            self._fold.detect_nesting()
+            if self._is_gathered[index] or not self._fold.is_final(new):
                 return
         elif self._is_gathered[index] or count_missing(new) != self._layout.absent[index]:
             self.graph_changed = True
@@ -287,7 +287,7 @@ class ReducedPass:
         piece = self._pieces[index]
         bucket = self._buckets[piece.bucket_index]
         if self._fold is not None:
-            self._fold.take(bucket, piece, new)
+            self._fold.fold(bucket, piece, new)
         else:
             self._copy_to_bucket(bucket, piece, new)
         self._is_gathered[index] = True
@@ -334,7 +334,7 @@ class ReducedPass:
     def _launch(self, bucket: Bucket) -> None:
         assert not self._waiting[bucket.index]
         self.timing.arrivals.append(time.perf_counter() - self.timing.since)
-        work: AnyWork | HookWork | TreeSum
+        work: AnyWork | HookWork | OrderedSum
         try:
             if self._fold is not None:
                 work = self._fold.start_sum(bucket)

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from .. import native
 from ..groups._fast_path import configure_fast_path
 from ..groups.backends.shm import DTYPES
-from ._communicator import Communicator
+from ._communicator import Communicator, SumSlots
 from ._dtensor import local_tensor, original_parameter
 from ._pass_header import HEADER_DTYPES, PassHeader
 
@@ -52,8 +52,7 @@ class BucketOptions(NamedTuple):
     dtype: torch.dtype | None
     """The dtype in which floating-point gradients are reduced; None for their own."""
     slots: int = 0
-    """How many flat tensors a bucket has one behind the other, for the subtree sums of a
-    `GradientFold`; 0 for a single one without padding."""
+    """How many flat tensors a bucket has for the subtrees of a `GradientFold`; 0 without one."""
 
 
 class ParameterSpec(NamedTuple):
@@ -116,7 +115,6 @@ def plan_buckets(
     return [*(plan for plan in plans if plan is not last), last]
 
 
-SLICE_GRAIN = 64  # elements; at least a cache line of any dtype
 PIECE_BYTES = 256 << 10  # the least number of bytes that are gathered together
 Gradients = Sequence[Tensor | None]
 
@@ -156,8 +154,7 @@ class Bucket:
     """Gradients that are reduced together, in a flat tensor that may end with the pass header."""
 
     payload: Tensor  # the tensor that is reduced
-    slots: Tensor | None = None
-    """Flat tensors, the first of which begins with the payload; see `BucketOptions.slots`."""
+    slots: SumSlots | None = None  # the first begins with the payload; see `BucketOptions.slots`
     buffer: Tensor  # the gradients in one tensor, without the header
     views: list[Tensor]  # the gradients by position, with the shapes and strides of the parameters
     grads: list[Tensor]
@@ -453,13 +450,14 @@ class BucketLayout:
                 continue
             extra = header_numel if plan is plans[-1] else 0
             numel = sum(p.numel() for p in parameters) + extra
-            stride = numel
-            if options.slots:  # slices of equal length for all ranks, none of which share a line
-                stride = -(-numel // (comm.size * SLICE_GRAIN)) * comm.size * SLICE_GRAIN
-            flat = comm.allocate(max(1, options.slots) * stride, plan.dtype, plan.device)
-            bucket = Bucket(index, plan.members, parameters, flat[:numel])
+            slots = None
             if options.slots:
-                bucket.slots = flat.zero_().view(options.slots, stride)  # padding is added up, too
+                slots = comm.allocate_slots(options.slots, numel, plan.dtype, plan.device)
+                flat = slots.tensor[0, :numel]
+            else:
+                flat = comm.allocate(numel, plan.dtype, plan.device)
+            bucket = Bucket(index, plan.members, parameters, flat)
+            bucket.slots = slots
             self.buckets.append(bucket)
         self.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
         self.absent = [0] * len(self.pieces)

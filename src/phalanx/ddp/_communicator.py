@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ..groups._call_site import warn_user
 from ..groups._text_exchange import exchange_texts
 from ..groups.backends.shm import DTYPES
 from ._dtensor import local_tensor
-from ._summation_tree import Combination, evaluate
+from ._summation_tree import SummationPlan, add_in_order
 
 AnyWork = Work | dist.Work
 TREE_DTYPES = frozenset(
@@ -33,6 +33,8 @@ TREE_DTYPES = frozenset(
     }
 )
 """Dtypes that the native engine sums in the order of a tree."""
+SLICE_GRAIN = 64
+"""Slices of ranks are multiples of so many elements, so that no two share a cache line."""
 
 
 class Communicator:
@@ -111,23 +113,32 @@ class Communicator:
             return self._ours.allreduce(flat)
         return self.group.allreduce([flat], c10d.AllreduceOptions())
 
-    def can_sum_trees_in_place(self, slots: Tensor) -> bool:
-        """Whether peers can read these slots, which are this rank's, and store the sum there."""
-        return (
-            self._ours is not None and self._ours._is_shared(slots) and slots.dtype in TREE_DTYPES
+    def allocate_slots(
+        self, slots: int, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> SumSlots:
+        """Allocate flat tensors of at least `numel` zeros each, for `ordered_sum`; all call it."""
+        grain = self.size * SLICE_GRAIN
+        stride = -(-numel // grain) * grain
+        tensor = self.allocate(slots * stride, dtype, device).zero_().view(slots, stride)
+        is_shared = (
+            self._ours is not None and dtype in TREE_DTYPES and self._ours._is_shared(tensor)
         )
+        # If one rank has no shared memory left, none can use the others'.
+        if self.size > 1:
+            is_shared = all(shared for (shared,) in self.gather_numbers([int(is_shared)]))
+        return SumSlots(tensor, is_shared)
 
-    def sum_trees(
-        self, slots: Tensor, combination: Combination, divisor: float, *, in_place: bool
-    ) -> AnyWork | TreeSum:
-        """Sum the subtrees of all ranks in tree order; the quotient replaces the first slot.
+    def ordered_sum(
+        self, slots: SumSlots, plan: SummationPlan, divisor: float
+    ) -> AnyWork | OrderedSum:
+        """Sum the subtrees of all ranks in the order of a tree; the quotient is in slot 0.
 
-        The first slots are this rank's subtrees. `in_place`: `can_sum_trees_in_place` on all ranks.
+        The first slots hold this rank's subtrees.
         """
-        if self.size == 1 or not in_place:
-            return TreeSum(self.group, slots, combination, divisor)
+        if self.size == 1 or not slots.is_shared:
+            return OrderedSum(self.group, slots.tensor, plan, divisor)
         assert self._ours is not None
-        return self._ours._allreduce_tree(slots, combination.counts, combination.merges, divisor)
+        return self._ours._ordered_allreduce(slots.tensor, plan.counts, plan.merges, divisor)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> AnyWork:
         options = c10d.BroadcastOptions()
@@ -169,7 +180,14 @@ class Communicator:
         self.group.barrier(c10d.BarrierOptions())
 
 
-class TreeSum:
+class SumSlots(NamedTuple):
+    """Flat tensors of one rank whose values are summed in the order of a tree."""
+
+    tensor: Tensor  # one slot per row; all ranks have as many, of equal slices for all ranks
+    is_shared: bool  # whether all ranks can read those of all others
+
+
+class OrderedSum:
     """A sum in tree order on engines that lack it: ranks exchange slices and add up their own.
 
     The second half starts when it is waited for, so all ranks must wait for sums in the same order,
@@ -177,49 +195,47 @@ class TreeSum:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, slots: Tensor, combination: Combination, divisor: float
+        self, group: dist.ProcessGroup, slots: Tensor, plan: SummationPlan, divisor: float
     ) -> None:
         self._group = group
         self._slots = slots
-        self._combination = combination
+        self._plan = plan
         self._divisor = divisor
         rank, size = group.rank(), group.size()
-        mine, length = combination.counts[rank], slots.shape[1] // size
+        mine, length = plan.counts[rank], slots.shape[1] // size
         # The slices of all my subtrees for one rank lie together.
         self._sent = slots[:mine].view(mine, size, length).transpose(0, 1).reshape(-1)
         self._received = self._sent
         if size > 1:
-            received = [count * length for count in combination.counts]
+            received = [count * length for count in plan.counts]
             self._received = slots.new_empty(sum(received))
             options = c10d.AllToAllOptions()
             sent = [mine * length] * size
             self._work = group.alltoall_base(self._received, self._sent, received, sent, options)
 
     def wait(self) -> bool:
-        subtrees = self._received.view(sum(self._combination.counts), -1)
-        merges, result = self._combination.merges, self._slots[0]
+        subtrees = self._received.view(sum(self._plan.counts), -1)
+        merges, result = self._plan.merges, self._slots[0]
         if self._group.size() == 1:
-            sum_subtrees(subtrees, merges, self._divisor, into=result)
+            sum_rows(subtrees, merges, self._divisor, into=result)
             return True
         self._work.wait()
-        own = sum_subtrees(subtrees, merges, self._divisor, into=torch.empty_like(subtrees[0]))
+        own = sum_rows(subtrees, merges, self._divisor, into=torch.empty_like(subtrees[0]))
         return bool(self._group._allgather_base(result, own, c10d.AllgatherOptions()).wait())
 
 
-def sum_subtrees(
-    subtrees: Tensor, merges: Sequence[int], divisor: float, *, into: Tensor
-) -> Tensor:
+def sum_rows(subtrees: Tensor, merges: Sequence[int], divisor: float, *, into: Tensor) -> Tensor:
     """Add the rows of a tensor in the order of a tree; `into` may be one of them."""
     if subtrees.is_complex():  # torch's complex arithmetic does not keep the signs of zeros
         parts, target = torch.view_as_real(subtrees).flatten(1), torch.view_as_real(into).view(-1)
-        sum_subtrees(parts, merges, divisor, into=target)
+        sum_rows(parts, merges, divisor, into=target)
         return into
     if subtrees.device.type == "cpu" and subtrees.dtype in TREE_DTYPES and native.engine:
         rows = [row.data_ptr() for row in subtrees]
         dtype, numel = DTYPES[into.dtype], into.numel()
         native.engine.sum_tree(into.data_ptr(), rows, list(merges), dtype, numel, divisor)
         return into
-    total = evaluate(list(subtrees), merges, torch.add)
+    total = add_in_order(list(subtrees), merges, torch.add)
     return into.copy_(total if divisor == 1 else total / divisor)
 
 

@@ -138,7 +138,7 @@ class Reducer:
         """Whether there was a forward pass whose backward pass has not finished."""
         self.has_shared_backward = False
         """Whether another reducer ever took part in a backward pass of this one."""
-        self.on_other_backward: Callable[[], None] | None = None
+        self.on_unmanaged_backward: Callable[[], None] | None = None
         """Called instead of beginning a pass, where passes begin only with `run_micro_batch`."""
         self.graph_task: int | None = None  # the autograd graph task of the pass in flight
         self._registry = _registries.setdefault(comm.group, ReducerRegistry())
@@ -255,8 +255,8 @@ class Reducer:
 
         `i`: the parameter that the pass has reached, if it reached no output that was found.
         """
-        if self.on_other_backward is not None:
-            self.on_other_backward()
+        if self.on_unmanaged_backward is not None:
+            self.on_unmanaged_backward()
             return
         if self._precision is not None:
             self._precision.use_copies_in_backward()
@@ -347,8 +347,8 @@ class Reducer:
         self.prepare()
         fold.begin(self._layout)
 
-    def run_micro_batch(self, fold: GradientFold, backward: Callable[[], None]) -> None:
-        """Run the backward pass of the next micro-batch.
+    def run_micro_batch(self, fold: GradientFold, loss: Tensor | None, **kwargs: Any) -> None:
+        """Run the backward pass of the next micro-batch, or none if it contributes nothing.
 
         Its gradients are added to the sums of `fold`. After the rank's last micro-batch they are
         reduced, and ``.grad`` is the sum of all micro-batches of all ranks, divided.
@@ -358,13 +358,14 @@ class Reducer:
         if fold.is_last:
             self._passes += 1
             self.reduced_passes += 1
-            current = self._make_pass(self.scaling.unscaled_sum(), fold=fold)
+            current = self._make_pass(self.scaling.plain_sum(), fold=fold)
         else:
             current = FoldedPass(self._layout, fold)
         self._autograd_hooks.restart()
         self._in_flight, self._lifetime.holder = current, lambda: fold
         try:
-            backward()
+            if loss is not None:
+                fold.run_backward(loss, **kwargs)
             with torch.no_grad():
                 self._finish(current)
         except BaseException as error:

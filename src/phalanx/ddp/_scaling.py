@@ -172,8 +172,8 @@ class ScaleSelector:
         scale.uses_new_gradients = weights.current > 0
         return scale
 
-    def unscaled_sum(self) -> Scale:
-        """Choose the scale of a pass whose payloads are reduced by something else."""
+    def plain_sum(self) -> Scale:
+        """Return the scale of a pass whose gradients are neither multiplied nor divided here."""
         return replace(self._make(), is_sum=True)
 
     def without_data(self) -> Scale:

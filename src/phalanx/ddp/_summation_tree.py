@@ -10,11 +10,13 @@ stack and, while the two topmost nodes are siblings, replaces them by their sum.
 stack has the maximal subtrees in [lo, hi), at most two per level; `MicroBatchBlock` says which. The
 ranks' stacks, one behind the other, are combined by the same rule.
 
-The identity of the sum is negative zero: x + -0.0 has the bits of x for every x, x + 0.0 has not.
+The identity of the sum is negative zero: x + -0.0 has the bits of x for every x. x + 0.0 does not,
+if x is -0.0.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,34 +58,43 @@ def fold_nodes(nodes: Iterable[Node], leaves: int) -> tuple[list[Node], list[int
     return stack, merges
 
 
-def evaluate(values: Sequence[T], merges: Sequence[int], add: Callable[[T, T], T]) -> T:
-    """Add values in the order that `fold_nodes` found; they end as one."""
+def push(stack: list[T], value: T, merges: int, add: Callable[[T, T], T]) -> None:
+    """Push a value on a stack and add up the topmost ones, as often as `fold_nodes` says."""
+    stack.append(value)
+    for _ in range(merges):
+        right = stack.pop()
+        stack[-1] = add(stack[-1], right)
+
+
+def add_in_order(values: Sequence[T], merges: Sequence[int], add: Callable[[T, T], T]) -> T:
+    """Add values in the order that `fold_nodes` has found, which must leave one."""
     stack: list[T] = []
     for value, count in zip(values, merges, strict=True):
-        stack.append(value)
-        for _ in range(count):
-            right = stack.pop()
-            stack[-1] = add(stack[-1], right)
+        push(stack, value, count, add)
     (total,) = stack
     return total
 
 
-def tree_sum(values: Sequence[float]) -> float:
+def tree_order(leaves: int) -> list[int]:
+    """Return how many additions follow each leaf of a whole tree."""
+    return fold_nodes(((i, i + 1) for i in range(leaves)), leaves)[1]
+
+
+def ordered_sum(values: Sequence[float]) -> float:
     """Add numbers in the order of the tree over all of them."""
-    _, merges = fold_nodes(((i, i + 1) for i in range(len(values))), len(values))
-    return evaluate(values, merges, lambda left, right: left + right) if values else 0.0
+    return add_in_order(values, tree_order(len(values)), operator.add) if values else 0.0
 
 
 @dataclass(frozen=True)
-class MicroBatchBlock:
-    """The micro-batches [lo, hi) of one rank, of `leaves` in all."""
+class LeafBlock:
+    """The leaves [lo, hi) of one rank, of `leaves` in all."""
 
     lo: int
     hi: int
     leaves: int
 
     @classmethod
-    def of_rank(cls, rank: int, ranks: int, leaves: int) -> MicroBatchBlock:
+    def of_rank(cls, rank: int, ranks: int, leaves: int) -> LeafBlock:
         """Return the block of a rank; blocks differ in length by at most one."""
         return cls(rank * leaves // ranks, (rank + 1) * leaves // ranks, leaves)
 
@@ -113,16 +124,20 @@ class MicroBatchBlock:
         return ((leaf, leaf + 1) for leaf in range(self.lo, self.hi))
 
 
-class Combination:
-    """How the subtrees of all ranks become one sum."""
+class SummationPlan:
+    """Which leaves each rank adds up, and how the subtrees of all ranks become one sum."""
 
-    def __init__(self, blocks: Sequence[MicroBatchBlock]) -> None:
-        self.counts = [len(block.nodes) for block in blocks]
+    def __init__(self, rank: int, ranks: int, leaves: int) -> None:
+        self.leaves = leaves
+        self.blocks = [LeafBlock.of_rank(each, ranks, leaves) for each in range(ranks)]
+        self.block = self.blocks[rank]
+        """The leaves of this rank."""
+        self.counts = [len(block.nodes) for block in self.blocks]
         """How many subtrees each rank has."""
-        nodes = [node for block in blocks for node in block.nodes]
-        stack, self.merges = fold_nodes(nodes, blocks[0].leaves)
+        nodes = [node for block in self.blocks for node in block.nodes]
+        stack, self.merges = fold_nodes(nodes, leaves)
         """How many additions follow each subtree, in the order of ranks and subtrees."""
-        assert len(stack) == 1, f"the blocks do not cover all leaves: {stack}"
+        assert stack == [(0, leaves)], f"the blocks do not cover all leaves: {stack}"
 
     @property
     def slots(self) -> int:

@@ -49,10 +49,9 @@ def current_fingerprint(device: torch.device) -> Fingerprint:
 
 
 def fingerprint_differences(saved: Fingerprint, current: Fingerprint) -> list[str]:
-    """List the items that differ, each with both values."""
-    both = {**saved, **current}
+    """List the items that differ, each with both values; an older phalanx may have fewer."""
     return [
-        f"{name}: {saved.get(name, 'not recorded')} then, {current.get(name, 'unknown')} now"
-        for name in both
-        if saved.get(name) != current.get(name)
+        f"{name}: {saved[name]} saved, {value} now"
+        for name, value in current.items()
+        if name in saved and saved[name] != value
     ]

@@ -108,6 +108,11 @@ class SampleOrder:
         """Return the epoch in which a loop begins."""
         return self._first_sample(loop, 0) // self._used
 
+    @property
+    def loops_per_epoch(self) -> int:
+        """How many loops an epoch takes, rounded up."""
+        return -(-self._used // (self.micro_batches * self.batch_size))
+
     def training_request(self, loop: int, micro: int) -> BatchRequest:
         """Return the request for a micro-batch."""
         path = ("data", self._key, loop, micro)
@@ -134,6 +139,10 @@ class SampleOrder:
         start = number * self.batch_size
         indices = range(start, min(start + self.batch_size, self.samples))
         return BatchRequest(path, derive_seed(self._seed, *path), list(indices))
+
+    def computation_seed(self, request: BatchRequest) -> int:
+        """Return the seed for what is computed with a batch, after it was fetched."""
+        return derive_seed(self._seed, "compute", *request.path)
 
     def _first_sample(self, loop: int, micro: int) -> int:
         return (loop * self.micro_batches + micro) * self.batch_size
@@ -220,7 +229,7 @@ class ElasticLoader:
 
     Made by `ElasticRun.loader`, and iterated over by ``step.micro_batches(loader)``.
 
-    Args:
+    Arguments:
         dataset: A dataset with ``__len__`` and ``__getitem__`` or ``__getitems__``.
         batch_size: The number of samples of one micro-batch.
         seed: The seed of the run.
@@ -262,6 +271,11 @@ class ElasticLoader:
         timeout: float = 0,
     ) -> None:
         samples = _checked_length(dataset)
+        if order is not None and not callable(order):
+            raise InvalidType(
+                f"order must be a function of the epoch, got {type(order).__name__}. For a sampler "
+                "of torch, pass order=lambda epoch: sampler"
+            )
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise InvalidArgument(f"batch_size must be an integer of at least 1, got {batch_size}")
         self.dataset = dataset
@@ -269,6 +283,8 @@ class ElasticLoader:
         self.num_workers = num_workers
         self.next_loop = 0
         """The number of loops over the loader so far."""
+        self.shapes = ""
+        """The shapes of its first batch, once it was fetched."""
         # The DataLoader draws a seed for its workers; not from the default generator.
         generator = torch.Generator()
         generator.manual_seed(derive_seed(seed, "workers", key))
@@ -318,7 +334,7 @@ class ElasticLoader:
 
     def __iter__(self) -> NoReturn:
         raise InvalidState(
-            "a loader of ElasticRun is not iterated over directly: use "
+            "a loader of ElasticRun cannot be iterated directly: use "
             "`for micro in step.micro_batches(loader)`, or run.evaluate(function, loader)"
         )
 
@@ -326,28 +342,38 @@ class ElasticLoader:
         """Return the samples of a micro-batch in a loop over the loader; both count from 0."""
         return self._order.indices(loop, micro)
 
-    def epoch_of(self, loop: int) -> int:
-        """Return the epoch in which a loop begins."""
-        return self._order.epoch_of(loop)
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the next loop begins, from 0."""
+        return self._order.epoch_of(self.next_loop)
+
+    def __len__(self) -> int:
+        """Return how many loops an epoch takes; the last of them may end in the next epoch."""
+        return self._order.loops_per_epoch
+
+    def __repr__(self) -> str:
+        return (
+            f"<ElasticLoader: {self._order.length} samples, micro-batches of {self.batch_size}, "
+            f"loop {self.next_loop}>"
+        )
 
     # -- training ----------------------------------------------------------------------------
 
-    def set_block(self, lo: int, hi: int) -> None:
+    def _set_block(self, lo: int, hi: int) -> None:
         """Set the micro-batches of this rank, ``range(lo, hi)``, to fetch in advance."""
         assert 0 <= lo < hi <= self._order.micro_batches
         if self._block != (lo, hi):
             self.close()
             self._block = (lo, hi)
 
-    def fetch(self, loop: int, micro: int) -> Any:
+    def _fetch(self, loop: int, micro: int) -> Any:
         """Return the batch of a micro-batch.
 
         Fast if micro-batches of the block are requested in order, for workers have fetched them
         in advance. Any other request is served too: within the block by starting the workers
         again from there, otherwise in the main process.
 
-        A fetch in the main process leaves the global generators in any state: seed them
-        afterwards.
+        A fetch in the main process clobbers the global generators; callers must seed them.
         """
         assert loop >= 0
         assert 0 <= micro < self._order.micro_batches
@@ -375,25 +401,17 @@ class ElasticLoader:
 
     # -- evaluation --------------------------------------------------------------------------
 
-    def evaluation_batches(self) -> int:
+    def _evaluation_batches(self) -> int:
         """Return the number of batches of an evaluation over the dataset."""
         return -(-self._order.samples // self.batch_size)
 
-    def fetch_evaluation(self, number: int) -> Any:
-        """Return an evaluation batch, fetched in the main process as by `fetch`.
-
-        Evaluation reads every sample once, in the order of the dataset. The last batch may be
-        smaller.
-        """
-        assert 0 <= number < self.evaluation_batches()
-        return self._fetch_here(self._order.evaluation_request(number))
-
-    def evaluation_iterator(self, lo: int, hi: int) -> Iterator[tuple[int, int, Any]]:
+    def _evaluation_iterator(self, lo: int, hi: int) -> Iterator[tuple[int, int, Any]]:
         """Yield number, number of samples and batch of the evaluation batches ``range(lo, hi)``.
 
-        Starts workers of its own, and stops them when it ends or is closed.
+        The generators are set for what the caller computes with a batch. Starts workers of its own,
+        and stops them when it ends or is closed.
         """
-        assert 0 <= lo <= hi <= self.evaluation_batches()
+        assert 0 <= lo <= hi <= self._evaluation_batches()
         order = self._order
         stream: Any = None
         if self.num_workers > 0 and lo < hi:
@@ -403,6 +421,7 @@ class ElasticLoader:
                 request = order.evaluation_request(number)
                 here = stream is None
                 batch = self._fetch_here(request) if here else _take(stream, request.path)
+                seed_generators(order.computation_seed(request))
                 yield number, len(request.indices), batch
         finally:
             if stream is not None:
@@ -410,7 +429,7 @@ class ElasticLoader:
 
     # -- state -------------------------------------------------------------------------------
 
-    def advance(self) -> None:
+    def _advance(self) -> None:
         """Count a loop over the loader."""
         self.next_loop += 1
 
@@ -419,13 +438,14 @@ class ElasticLoader:
         return {"loop": self.next_loop, **self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position. Check `differences` first."""
+        """Continue from a position. Check `_differences` first."""
         self.next_loop = int(state["loop"])
 
-    def differences(self, state: Mapping[str, Any]) -> list[str]:
-        """Return the settings that differ from those of a state: ``batch size 16, was 32``."""
+    def _differences(self, state: Mapping[str, Any]) -> list[str]:
+        """Return the settings that differ from a state's: ``batch size: 32 saved, 16 now``."""
+        now = self._settings
         return [
-            f"{name} {_format_setting(self._settings[key])}, was {_format_setting(state[key])}"
+            f"{name}: {_format_setting(state[key])} saved, {_format_setting(now[key])} now"
             for key, name in SETTING_NAMES.items()
             if key in state and state[key] != self._settings[key]
         ]
@@ -503,6 +523,8 @@ def _format_setting(value: int | bool) -> str:
 
 def _checked_length(dataset: Any) -> int:
     kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise InvalidType("run.loader() takes the dataset, not a DataLoader: pass loader.dataset")
     if isinstance(dataset, IterableDataset):
         raise InvalidType(
             f"ElasticRun needs random access to samples, but {kind} is an IterableDataset. Give "

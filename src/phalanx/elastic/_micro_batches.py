@@ -5,9 +5,9 @@ user's code runs, and afterwards checks that it called `MicroBatch.backward` onc
 micro-batch is done, ranks exchange what else the step needs (losses, weights, buffers), and the
 gradients of the whole step are in ``.grad``.
 
-A mistake that one rank finds fails the group, so that all ranks raise it. A loop that the user
-leaves early is found when the optimizer steps or the next step begins, not in the loop: if an
-exception is the reason, that exception says why.
+A mistake that one rank finds fails the group, so that all ranks raise it. Leaving the loop early is
+reported by the next step of an optimizer or of the run, not in the loop, so that an exception that
+passes through it is not masked.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..ddp._autograd_hooks import find_tensors
-from ..ddp._summation_tree import tree_sum
-from ..errors import InvalidArgument, InvalidState, RankMismatch
+from ..ddp._summation_tree import ordered_sum
+from ..errors import InvalidState, RankMismatch
 from ..groups._call_site import user_site
 from ._randomness import derive_seed, seed_generators
 
@@ -31,6 +31,25 @@ if TYPE_CHECKING:
     from ._run import ElasticRun
 
 SIGNATURE_BITS = 48  # of the hash of a batch's shapes; a float64 holds them exactly
+NO_WEIGHT = -1.0
+
+
+class LoopRecord(NamedTuple):
+    """What a rank tells the others at the end of a loop, as numbers of equal count on all ranks."""
+
+    losses: list[float]
+    weights: list[float]  # `NO_WEIGHT` for each, or at least 0
+    signature: float  # a hash of the shapes of its batches
+    means_changed: float  # whether its micro-batches changed buffers; see `BufferAverage`
+    firsts_changed: float
+
+    def pack(self, longest: int) -> list[float]:
+        padding = [0.0] * (longest - len(self.losses))
+        return [*self.losses, *padding, *self.weights, *padding, *self[2:]]
+
+    @classmethod
+    def unpack(cls, row: list[float], count: int, longest: int) -> LoopRecord:
+        return cls(row[:count], row[longest : longest + count], *row[2 * longest :])
 
 
 class MicroBatch:
@@ -55,13 +74,17 @@ class MicroBatch:
         return self._pair()[1]
 
     def _pair(self) -> Sequence[Any]:
-        if not isinstance(self.batch, (tuple, list)) or len(self.batch) != 2:
-            kind = type(self.batch).__name__
+        batch = self.batch
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
             raise InvalidState(
-                f"inputs and targets are the parts of a batch that is a pair, but this is a {kind}"
-                "; use micro.batch"
+                f"micro.inputs and micro.targets need a batch of two elements, got a "
+                f"{type(batch).__name__}{size}; use micro.batch"
             )
-        return self.batch
+        return batch
+
+    def __repr__(self) -> str:
+        return f"<MicroBatch {self.number} of step {self._loop.step.number}>"
 
     def backward(
         self, loss: Tensor, *, weight: float | None = None, report: Any = None, **kwargs: Any
@@ -70,8 +93,8 @@ class MicroBatch:
 
         Arguments:
             loss: the mean loss of this micro-batch, a scalar.
-            weight: what the mean is over, such as a number of tokens, where micro-batches differ.
-                Give it for every micro-batch of a step or for none.
+            weight: how many items `loss` averages over, such as tokens, if that varies. Give it for
+                every micro-batch of a step or for none.
             report: the loss to report in `Step.loss`, if `loss` is scaled, as by a `GradScaler`.
             kwargs: arguments of ``Tensor.backward``.
         """
@@ -88,6 +111,7 @@ class Step:
         """How many loops over micro-batches it has completed."""
         self._run = run
         self._loss: float | None = None
+        self._losses: list[float] = []
         self._open_loop: MicroBatchLoop | None = None
 
     @property
@@ -98,8 +122,18 @@ class Step:
         it has the same bits at every world size.
         """
         if self._loss is None:
-            raise InvalidState(f"the loss of step {self.number} is known after its micro-batches")
+            raise InvalidState(
+                f"step.loss is available only after the micro-batch loop of step {self.number}"
+            )
         return self._loss
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of all micro-batches of all ranks in the last loop, by number."""
+        return list(self._losses)
+
+    def __repr__(self) -> str:
+        return f"<Step {self.number}: loss {'unknown' if self._loss is None else self._loss}>"
 
     def micro_batches(self, loader: ElasticLoader | None = None) -> Iterator[MicroBatch]:
         """Iterate over this rank's micro-batches; afterwards ``.grad`` is that of the whole step.
@@ -107,25 +141,28 @@ class Step:
         Call `MicroBatch.backward` once for each, and do not leave the loop early. A step may have
         several loops, each with its own gradients, as a GAN has. Without a loader, `batch` is None.
         """
-        self._check_complete()
+        self._check_complete("step.micro_batches()")
         run = self._run
         if run._current_step is not self:
-            raise InvalidState(f"step {self.number} is over; use the step that run.steps() yields")
+            raise InvalidState(
+                f"step {self.number} is over, or the run was restored meanwhile; use the step that "
+                "run.steps() yields"
+            )
         self._open_loop = MicroBatchLoop(run, self, loader)
         return iter(self._open_loop)
 
-    def _check_complete(self) -> None:
-        """Raise, on all ranks, if a loop was left before its last micro-batch."""
+    def _check_complete(self, caller: str) -> None:
+        """Raise, on all ranks, if something else is called before a loop has ended."""
         loop = self._open_loop
         if loop is not None:
             loop.fail(
-                f"the loop over the micro-batches of step {self.number} ended after "
-                f"{loop.backward_passes} of {len(loop.numbers)} on this rank. Do not break out of "
-                "it: the other ranks wait for the rest"
+                f"{caller} was called after {loop.backward_passes} of {len(loop.numbers)} "
+                f"micro-batches of this rank in step {self.number}. Call it after the loop, and do "
+                "not break out of the loop: the other ranks wait for the rest"
             )
 
-    def _finish_loop(self, loss: float) -> None:
-        self._open_loop, self._loss = None, loss
+    def _finish_loop(self, loss: float, losses: list[float]) -> None:
+        self._open_loop, self._loss, self._losses = None, loss, losses
         self._phase += 1
 
 
@@ -133,26 +170,29 @@ class MicroBatchLoop:
     """One loop over this rank's micro-batches of a step."""
 
     def __init__(self, run: ElasticRun, step: Step, loader: ElasticLoader | None) -> None:
-        self.numbers = range(run._fold.block.lo, run._fold.block.hi)
+        self.numbers = range(run._plan.block.lo, run._plan.block.hi)
+        self.step = step
         self._run = run
-        self._step = step
         self._loader = loader
         self._current: MicroBatch | None = None
-        self._weights: list[float | None] = []
+        self._weights: list[float] = []
         self._losses: list[float] = []
         self._signature = 0
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        run, step, loader = self._run, self._step, self._loader
+        run, step, loader = self._run, self.step, self._loader
         if loader is not None and loader not in run.loaders:
-            raise InvalidArgument("this loader was not made by run.loader() of this run")
+            self.fail(
+                "step.micro_batches() takes a loader that run.loader() of this run has made, got "
+                f"another {type(loader).__name__}"
+            )
         run._reducer.begin_fold(run._fold)
         previous = self._set_previous_aside()
         run._buffers.begin()
         for number in self.numbers:
             batch = None
             if loader is not None:
-                batch = loader.fetch(loader.next_loop, number)
+                batch = loader._fetch(loader.next_loop, number)
                 self._check_shapes(loader, number, batch)
             run._buffers.restore()
             seed_generators(derive_seed(run.seed, "step", step.number, step._phase, number))
@@ -175,8 +215,8 @@ class MicroBatchLoop:
 
     def fail(self, message: str) -> NoReturn:
         """Raise here, and fail the group, so that the other ranks raise too."""
-        # Only once: the failure is also found by the next call.
-        self._step._open_loop = None
+        # Clear it first, or the next call would report it again.
+        self.step._open_loop = None
         self._run.group.abort(message)
         raise InvalidState(f"{message} ({user_site()}, rank {self._run.group.rank()})")
 
@@ -193,10 +233,10 @@ class MicroBatchLoop:
     def _check_shapes(self, loader: ElasticLoader, number: int, batch: Any) -> None:
         shapes = [f"{t.dtype}{list(t.shape)}".removeprefix("torch.") for t in find_tensors(batch)]
         text = ", ".join(shapes) or "no tensor"
-        first = self._run._batch_shapes.setdefault(id(loader), text)
+        first = loader.shapes = loader.shapes or text
         if text != first:
             self.fail(
-                f"micro-batch {number} of step {self._step.number} has {text}; the first one had "
+                f"micro-batch {number} of step {self.step.number} has {text}; the first one had "
                 f"{first}. Micro-batches must have constant shapes: pad them in collate_fn"
             )
         digest = hashlib.sha256(text.encode()).digest()
@@ -207,7 +247,7 @@ class MicroBatchLoop:
     def run_backward(
         self, micro: MicroBatch, loss: Any, weight: float | None, report: Any, kwargs: Any
     ) -> None:
-        run, step = self._run, self._step
+        run, step = self._run, self.step
         if micro is not self._current or step._open_loop is not self:
             self.fail(
                 f"micro-batch {micro.number} of step {step.number} is over: call micro.backward() "
@@ -219,107 +259,90 @@ class MicroBatchLoop:
                 f"{step.number}. Add the losses and call it once"
             )
         self._check_loss(loss)
-        self._weights.append(_check_weight(weight))
-        if (weight is None) != (self._weights[0] is None):
-            self.fail(
-                f"micro-batch {micro.number} of step {step.number} has weight {weight}, the one "
-                f"before had {self._weights[0]}. Give all micro-batches a weight, or none"
-            )
+        self._check_weight(micro, weight)
         micro._backward_calls += 1
+        self._weights.append(NO_WEIGHT if weight is None else float(weight))
         self._losses.append(float(report.detach() if isinstance(report, Tensor) else report))
         # With weights, the sum of all is known only after the loop.
         run._fold.divisor = float(run.micro_batches) if weight is None else 1.0
-        run._reducer.run_micro_batch(run._fold, lambda: self._call_backward(loss, weight, kwargs))
+        if weight == 0:
+            loss = None  # it contributes nothing, even if it is NaN
+        elif weight is not None:
+            loss = loss * weight
+        run._reducer.run_micro_batch(run._fold, loss, **kwargs)
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = repr(loss)
             if isinstance(loss, Tensor):
                 got = f"a tensor of shape {list(loss.shape)}"
-            raise InvalidArgument(f"loss must be a tensor with one element, got {got}")
+            self.fail(f"loss must be a tensor with one element, got {got}")
         if not loss.requires_grad:
-            raise InvalidArgument(
-                "the loss does not require a gradient: it depends on no parameter"
+            self.fail("the loss does not require a gradient: it depends on no parameter")
+
+    def _check_weight(self, micro: MicroBatch, weight: float | None) -> None:
+        if weight is not None and not 0 <= weight < math.inf:
+            self.fail(f"weight must be a finite number, at least 0, got {weight}")
+        before = self._weights[:1]
+        if before and (weight is None) != (before[0] == NO_WEIGHT):
+            self.fail(
+                f"micro-batch {micro.number} of step {self.step.number} has weight {weight}, the "
+                f"one before had {None if weight is not None else before[0]}. Give all "
+                "micro-batches a weight, or none"
             )
-
-    def _call_backward(self, loss: Tensor, weight: float | None, kwargs: Any) -> None:
-        if weight == 0:
-            return  # nothing counts; the loss may be NaN
-        if weight is not None:
-            loss = loss * weight
-        fold = self._run._fold
-
-        def note_graph_task(_: object) -> None:
-            fold.graph_task = torch._C._current_graph_task_id()
-
-        assert loss.grad_fn is not None
-        handle = loss.grad_fn.register_prehook(note_graph_task)
-        try:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            handle.remove()
-            fold.graph_task = None
 
     # -- the end of the loop ---------------------------------------------------------------
 
     def _finish(self, previous: list[tuple[Tensor, Tensor]]) -> None:
-        run, step = self._run, self._step
-        means_changed, firsts_changed = run._buffers.changes()
-        rows = self._exchange([float(means_changed), float(firsts_changed)])
-        losses, weights = [], []
-        for row, count in zip(rows, run._block_lengths, strict=True):
-            losses += row[:count]
-            weights += row[run._longest_block : run._longest_block + count]
-        if weights[0] < 0:  # there are none
-            loss = tree_sum(losses) / run.micro_batches
+        run, step = self._run, self.step
+        records = self._exchange()
+        losses = [loss for record in records for loss in record.losses]
+        weights = [weight for record in records for weight in record.weights]
+        if weights[0] == NO_WEIGHT:
+            loss = ordered_sum(losses) / run.micro_batches
         else:
             total = math.fsum(weights)
             products = [w * each if w else 0.0 for w, each in zip(weights, losses, strict=True)]
-            loss = tree_sum(products) / total if total else math.nan
+            loss = ordered_sum(products) / total if total else math.nan
             self._divide(total)
-        means_changed, firsts_changed = (any(row[i] for row in rows) for i in (-2, -1))
-        run._buffers.finish(means_changed=means_changed, firsts_changed=firsts_changed)
+        run._buffers.finish(
+            means_changed=any(record.means_changed for record in records),
+            firsts_changed=any(record.firsts_changed for record in records),
+        )
         with torch.no_grad():
             for parameter, before in previous:
                 new = parameter.grad
                 parameter.grad = before if new is None else before + new
         if self._loader is not None:
-            self._loader.advance()
+            self._loader._advance()
         seed_generators(derive_seed(run.seed, "after", step.number, step._phase))
-        step._finish_loop(loss)
+        step._finish_loop(loss, losses)
 
-    def _exchange(self, flags: list[float]) -> list[list[float]]:
-        """Return every rank's row: losses, weights, signature, flags."""
-        run = self._run
-        padding = [0.0] * (run._longest_block - len(self.numbers))
-        weights = [-1.0 if weight is None else weight for weight in self._weights]
-        row = [*self._losses, *padding, *weights, *padding, float(self._signature), *flags]
-        if run._comm.size == 1:
-            return [row]
-        rows = run._comm.gather_numbers(row, torch.float64)
-        signatures = {each[2 * run._longest_block] for each in rows}
-        if len(signatures) > 1:
-            shapes = run._comm.exchange(run._batch_shapes.get(id(self._loader), "no loader"))
-            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(shapes))
+    def _exchange(self) -> list[LoopRecord]:
+        """Return every rank's record of the loop."""
+        run, comm = self._run, self._run._comm
+        changes = map(float, run._buffers.changes())
+        mine = LoopRecord(self._losses, self._weights, float(self._signature), *changes)
+        if comm.size == 1:
+            return [mine]
+        lengths = [len(block) for block in run._plan.blocks]
+        longest = max(lengths)
+        rows = comm.gather_numbers(mine.pack(longest), torch.float64)
+        pairs = zip(rows, lengths, strict=True)
+        records = [LoopRecord.unpack(row, count, longest) for row, count in pairs]
+        if len({record.signature for record in records}) > 1:
+            texts = comm.exchange("no loader" if self._loader is None else self._loader.shapes)
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise RankMismatch(
-                f"micro-batches of step {self._step.number} have different shapes ({listed}). Use "
+                f"micro-batches of step {self.step.number} have different shapes ({listed}). Use "
                 "the same loader on all ranks, and pad batches in collate_fn",
-                group=run._comm.label,
+                group=comm.label,
                 operation="micro_batches",
             )
-        return rows
+        return records
 
     def _divide(self, total: float) -> None:
         gradients = [p.grad for p in self._run._reducer.parameters if p.grad is not None]
         if gradients and total:
             with torch.no_grad():
                 torch._foreach_div_(gradients, total)
-
-
-def _check_weight(weight: float | None) -> float | None:
-    if weight is None:
-        return None
-    weight = float(weight)
-    if not 0 <= weight < math.inf:
-        raise InvalidArgument(f"weight must be a finite number, at least 0, got {weight:g}")
-    return weight

@@ -12,9 +12,10 @@ The parts: `_micro_batches` has the loop, `_loader` the data, `_randomness` the 
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from ..ddp._gradient_fold import GradientFold
 from ..ddp._module_inspection import ModuleInventory
 from ..ddp._parameter_consistency import verify_parameters
 from ..ddp._reducer import Reducer
-from ..ddp._summation_tree import MicroBatchBlock
+from ..ddp._summation_tree import SummationPlan
 from ..errors import InvalidArgument, InvalidState, InvalidType, RankMismatch
 from ..groups import ProcessGroup, new_group
 from ..groups._call_site import warn_user
@@ -49,7 +50,7 @@ SEED_LIMIT = 1 << 63
 
 
 class ElasticRun:
-    """Train a module in steps of micro-batches, with the same bits at any number of ranks.
+    """Train a module in steps of micro-batches, bitwise identical at any number of ranks.
 
     ::
 
@@ -64,21 +65,21 @@ class ElasticRun:
             run.save_every(100)
 
     Every rank makes one, with the same arguments; all ranks start with rank 0's parameters and
-    buffers. It sets the number of intra-op threads and asks torch for deterministic algorithms,
-    since the bits depend on both.
+    buffers. It sets the process's number of intra-op threads, to 1 by default, and asks torch for
+    deterministic algorithms, since the bits depend on both.
 
     Arguments:
         model: the module to train, not wrapped in DDP.
         optimizer: the optimizer, or several.
         micro_batches: how many micro-batches a step has; at least the world size.
         seed: all randomness of the run derives from it.
-        state: what else belongs to the run, by name: schedulers, averages, scalers, anything with
-            ``state_dict`` and ``load_state_dict``.
+        state: other objects to save and restore, by name: schedulers, moving averages, a
+            `GradScaler`, anything with ``state_dict`` and ``load_state_dict``.
         group: the ranks; by default the current group, else a new one from the launcher's
             environment, else this process alone.
         threads: the number of intra-op threads, equal on all ranks and in all parts of a run.
-        buffers: how buffers follow from those of the micro-batches, by name or pattern: "mean"
-            (floating-point buffers by default) or "first", those of micro-batch 0 (all others).
+        buffers: how buffers are combined over micro-batches, by name or pattern: "mean" (default
+            of floating-point buffers) or "first", that of micro-batch 0 (default of others).
         strict: whether torch raises for operations without a deterministic algorithm, and `restore`
             if the fingerprint differs; otherwise both warn.
         bucket_cap_mb: as in `phalanx.DDP`.
@@ -111,8 +112,8 @@ class ElasticRun:
             raise InvalidArgument(f"seed must be below 2**63, got {seed}")
         self.state = _check_state(state or {})
         self.group = _resolve_group(group)
-        """The ranks. A collective in the loop over micro-batches must be made by all of them, which
-        have different numbers of micro-batches."""
+        """The process group. Do not call collectives in the loop over micro-batches: ranks may run
+        different numbers of them."""
         inventory = _inspect(model)
         named = inventory.parameters
         self._comm = Communicator(self.group, named[0][1].device)
@@ -121,33 +122,26 @@ class ElasticRun:
         _use_deterministic_algorithms(strict)
         self._strict = strict
         verify_parameters(named, self._comm, operation="ElasticRun")
-        self._fold = GradientFold(self._comm, self.micro_batches)
-        ranks = range(self._comm.size)
-        blocks = [
-            MicroBatchBlock.of_rank(rank, self._comm.size, self.micro_batches) for rank in ranks
-        ]
-        self._block_lengths = [len(block) for block in blocks]
-        self._longest_block = max(self._block_lengths)
-        combination = self._fold.combination
-        self._buffers = BufferAverage(
-            model, self._comm, self._fold.block, combination, buffers or {}
-        )
-        caps = resolve_bucket_caps(bucket_cap_mb, None, shared=self._comm.shares_memory)
+        self._plan = SummationPlan(self._comm.rank, self._comm.size, self.micro_batches)
+        self._fold = GradientFold(self._comm, self._plan)
+        self._buffers = BufferAverage(model, self._comm, self._plan, buffers or {})
         options = BucketOptions(
-            caps, inventory.sparse, DelayedReduction(), None, slots=combination.slots
+            caps=resolve_bucket_caps(bucket_cap_mb, None, shared=self._comm.shares_memory),
+            sparse=inventory.sparse,
+            delay=DelayedReduction(),
+            dtype=None,
+            slots=self._plan.slots,
         )
         self._reducer = Reducer(named, self._comm, options, reduce="sum")
         if self._reducer.optimizers:
             raise InvalidState(
                 "ElasticRun cannot step optimizers in backward: call optimizer.step()"
             )
-        self._reducer.on_other_backward = self._refuse_other_backward
+        self._reducer.on_unmanaged_backward = self._refuse_unmanaged_backward
         self._reducer.broadcast_parameters()
         broadcast_coalesced(list(model.buffers()), self._comm, root=0)
         _check_before_step(self)
         self.loaders: list[ElasticLoader] = []
-        self._batch_shapes: dict[int, str] = {}
-        """The shapes of the first batch of each loader, by its id."""
         self._current_step: Step | None = None
         self._completed = 0
         self._phase = 0
@@ -160,7 +154,7 @@ class ElasticRun:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank prints, for all; one rank does."""
+        """Whether this is rank 0; to print or log once."""
         return self._comm.rank == 0
 
     @property
@@ -169,10 +163,26 @@ class ElasticRun:
         step = self._current_step
         return self._completed if step is None or not step._phase else step.number
 
-    def loader(self, dataset: Any, batch_size: int, **options: Any) -> ElasticLoader:
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        order: Callable[[int], Iterable[int]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        timeout: float = 0,
+    ) -> ElasticLoader:
         """Make a loader of micro-batches of a dataset; see `ElasticLoader` for the options.
 
-        `batch_size` is that of one micro-batch. Make loaders in the same order in every run.
+        `batch_size` is that of one micro-batch. Make loaders in the same order in every run. If a
+        checkpoint was restored before, every rank calls it.
         """
         key = len(self.loaders)
         loader = ElasticLoader(
@@ -181,11 +191,20 @@ class ElasticRun:
             seed=self.seed,
             micro_batches=self.micro_batches,
             key=key,
-            **options,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            order=order,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            timeout=timeout,
         )
-        loader.set_block(self._fold.block.lo, self._fold.block.hi)
+        loader._set_block(self._plan.block.lo, self._plan.block.hi)
         if key < len(self._loader_states):
-            self._report_differences(loader.differences(self._loader_states[key]))
+            self._report_differences(loader._differences(self._loader_states[key]))
             loader.load_state_dict(self._loader_states[key])
         self.loaders.append(loader)
         return loader
@@ -199,23 +218,23 @@ class ElasticRun:
             seed_generators(derive_seed(self.seed, "begin", step.number))
             yield step
             if self._current_step is not step:
-                raise InvalidState("run.steps() or run.restore() was called within run.steps()")
-            step._check_complete()
+                raise InvalidState("run.steps() or run.restore() was called within a step")
+            step._check_complete("the next step of run.steps()")
             if not step._phase:
-                raise InvalidState(
-                    f"step {step.number} had no micro-batches. Loop over step.micro_batches(loader)"
-                )
+                message = f"step {step.number} had no micro-batches"
+                self.group.abort(message)
+                raise InvalidState(f"{message}. Loop over step.micro_batches(loader)")
         self._end_step()
 
     def _end_step(self) -> None:
         step = self._current_step
         if step is not None:
-            step._check_complete()
+            step._check_complete("run.steps() or run.restore()")
             if step._phase:
                 self._completed, self._phase = step.number, step._phase
             self._current_step = None
 
-    def _refuse_other_backward(self) -> None:
+    def _refuse_unmanaged_backward(self) -> None:
         step = self._current_step
         if step is not None and step._open_loop is not None:
             step._open_loop.fail(
@@ -223,20 +242,21 @@ class ElasticRun:
                 "Call micro.backward(loss) instead of loss.backward()"
             )
 
-    def _check_may_step(self) -> None:
-        """Raise if the gradients are not those of a whole step."""
+    def _check_between_loops(self, caller: str) -> None:
+        """Raise if a loop over micro-batches has not ended."""
         if self._current_step is not None:
-            self._current_step._check_complete()
+            self._current_step._check_complete(caller)
 
     def evaluate(self, fn: Callable[[Any], Any], loader: ElasticLoader) -> Any:
-        """Return the mean over the samples of a loader's dataset of what `fn` returns for a batch.
+        """Average `fn(batch)` over a dataset, weighting each batch by its number of samples.
 
         The ranks divide the batches among them. `fn` gets a batch, with the module in evaluation
         mode and gradients disabled, and returns the mean over its samples: a number, a tensor, or a
-        dict of these. Every sample counts once. The result has the same bits at every world size,
-        and is a float, a float64 tensor, or a dict of these. Every rank calls it.
+        dict of these, of the same shapes for every batch. Every sample counts once. The result has
+        the same bits at every world size, and is a float, a float64 tensor, or a dict of these.
+        Every rank calls it.
         """
-        self._check_may_step()
+        self._check_between_loops("run.evaluate()")
         return evaluate(self.model, self._comm, fn, loader)
 
     # -- checkpoints -----------------------------------------------------------------------
@@ -271,20 +291,17 @@ class ElasticRun:
         return self._completed
 
     def save(self, directory: str | os.PathLike[str] | None = None) -> None:
-        """Save the run after a step; every rank calls it.
-
-        It goes to the directory that was restored from, or to the given one.
-        """
+        """Save the run, to `directory` or to the one passed to `restore`; every rank calls it."""
         if directory is not None:
             checkpoints = CheckpointManager(directory, group=self.group)
         elif self._checkpoints is None:
             raise InvalidState(
-                "there is no directory to save to. Call run.restore(directory) before the loop, "
-                "which need not have a checkpoint yet, or run.save(directory)"
+                "there is no directory to save to. Call run.restore(directory) before the loop (it "
+                "may be empty), or run.save(directory)"
             )
         else:
             checkpoints = self._checkpoints
-        self._check_may_step()
+        self._check_between_loops("run.save()")
         checkpoints.save(self.completed_steps, self._state())
         if directory is not None:
             checkpoints.close()
@@ -306,7 +323,7 @@ class ElasticRun:
         Two runs with the same hash have the same model, optimizers, registered state and position
         in the data. Every rank calls it, and gets the same.
         """
-        self._check_may_step()
+        self._check_between_loops("run.hash()")
         state = {name: getattr(each, "value", each) for name, each in self._state().items()}
         del state["elastic"]["fingerprint"]
         return state_digest(state)
@@ -334,38 +351,42 @@ class ElasticRun:
     def _compare_run(self, saved: dict[str, Any]) -> None:
         names = {"micro_batches": self.micro_batches, "seed": self.seed}
         found = [
-            f"{name}: {saved[name]} then, {value} now"
+            f"{name}: {saved[name]} saved, {value} now"
             for name, value in names.items()
             if saved[name] != value
         ]
-        found += fingerprint_differences(
-            saved["fingerprint"], current_fingerprint(self._comm.device)
-        )
+        fingerprint = current_fingerprint(self._comm.device)
+        found += fingerprint_differences(saved["fingerprint"], fingerprint)
         for loader, state in zip(self.loaders, saved["loaders"], strict=False):
-            found += loader.differences(state)
+            found += loader._differences(state)
         self._report_differences(found)
 
     def _report_differences(self, found: list[str]) -> None:
+        """Warn or raise if any rank has found differences; all ranks call it."""
+        texts = self._comm.exchange(json.dumps(found)) if self._comm.size > 1 else []
+        for rank, text in enumerate(texts):
+            others = [each for each in json.loads(text) if each not in found]
+            found = found + [f"{each} (rank {rank})" for each in others]
         if not found:
             return
-        message = (
-            "the run cannot continue to the same bits as in the process that saved it: "
-            + "; ".join(found)
-        )
+        message = f"resuming will not be bitwise identical to the saved run: {'; '.join(found)}"
         if self._strict:
-            raise InvalidState(f"{message}. Restore what was, or pass strict=False")
+            raise InvalidState(f"{message}. Use the saved settings, or pass strict=False")
         warn_user(message, RuntimeWarning)
 
     def _compare_arguments(self) -> None:
-        ranks, mine = self._comm.size, f"{self.micro_batches} {self.seed} {self.threads}"
-        texts = self._comm.exchange(mine) if ranks > 1 else [mine]
+        ranks = self._comm.size
+        fingerprint = current_fingerprint(self._comm.device)
+        del fingerprint["threads"]  # the launcher's division, until the run sets its own
+        mine = {name: getattr(self, name) for name in ("micro_batches", "seed", "threads")}
+        texts = self._comm.exchange(json.dumps({**mine, **fingerprint})) if ranks > 1 else []
         for rank, text in enumerate(texts):
-            pairs = zip(texts[0].split(), text.split(), strict=True)
-            names = ("micro_batches", "seed", "threads")
-            for name, (one, other) in zip(names, pairs, strict=True):
-                if one != other:
+            theirs = json.loads(text)
+            for name, expected in json.loads(texts[0]).items():
+                if theirs.get(name) != expected:
                     raise RankMismatch(
-                        f"ranks disagree on {name}: rank 0 says {one}, rank {rank} says {other}",
+                        f"ranks disagree on {name}: rank 0 says {expected}, rank {rank} says "
+                        f"{theirs.get(name)}",
                         group=self._comm.label,
                         operation="ElasticRun",
                         ranks=[0, rank],
@@ -425,7 +446,7 @@ def _inspect(model: Any) -> ModuleInventory:
 
 
 def _check_optimizers(optimizer: Any) -> list[Optimizer]:
-    found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in found:
         if not isinstance(each, Optimizer):
             raise InvalidType(
@@ -434,7 +455,10 @@ def _check_optimizers(optimizer: Any) -> list[Optimizer]:
     return found
 
 
-def _check_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def _check_state(state: Any) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        kind = type(state).__name__
+        raise InvalidType(f'state must be a dict, as in {{"scheduler": scheduler}}, got {kind}')
     for name, each in state.items():
         if not all(callable(getattr(each, f, None)) for f in ("state_dict", "load_state_dict")):
             raise InvalidType(
@@ -466,7 +490,7 @@ def _check_before_step(run: ElasticRun) -> None:
     def check(*_: object) -> None:
         alive = weak()
         if alive is not None:
-            alive._check_may_step()
+            alive._check_between_loops("optimizer.step()")
 
     for optimizer in run.optimizers:
         optimizer.register_step_pre_hook(check)

@@ -753,7 +753,7 @@ class ProcessGroup(dist.ProcessGroup):
             name, tensors, method, args, opts, outputs=outs, finish=finish, one_engine_call=one
         )
 
-    def _allreduce_tree(
+    def _ordered_allreduce(
         self, slots: Tensor, counts: Sequence[int], merges: Sequence[int], divisor: float
     ) -> Work:
         """Sum tensors of all ranks in the order of a tree; the quotient replaces the first slot.
@@ -763,7 +763,7 @@ class ProcessGroup(dist.ProcessGroup):
         """
         count = slots.shape[1]
         args = (slots, count, list(counts), list(merges), divisor)
-        method = self._engine.allreduce_tree
+        method = self._engine.ordered_allreduce
         return self._issue("allreduce", [slots[0]], method, args, SUM_OPTIONS)
 
     def _reduce_sparse(self, opts: Any, op: Any, tensors: list[Tensor]) -> Work:

@@ -34,7 +34,7 @@ class Collective:
     SCATTER: int
     REDUCE_SCATTER: int
     ALLTOALL: int
-    TREE_ALLREDUCE: int
+    ORDERED_ALLREDUCE: int
 
 class Outcome:
     PENDING: int
@@ -145,7 +145,7 @@ class Engine:
         started: list[Any],
         work: object,
     ) -> int: ...
-    def issue_tree(
+    def issue_ordered(
         self,
         type: int,
         input: int,

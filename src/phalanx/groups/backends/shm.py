@@ -162,8 +162,8 @@ class ShmPart(ShmWork):
             return True
 
 
-class ShmTreeWork(ShmWork):
-    """A tree all-reduce, which has no root and needs every rank."""
+class ShmOrderedWork(ShmWork):
+    """An ordered all-reduce, which has no root and needs every rank."""
 
     __slots__ = ()
 
@@ -321,7 +321,7 @@ class ShmEngine:
             ]
         )
 
-    def allreduce_tree(
+    def ordered_allreduce(
         self,
         nodes: Tensor,
         count: int,
@@ -345,8 +345,8 @@ class ShmEngine:
         assert nodes.dim() == 2, "one row for each input"
         assert nodes.is_contiguous()
         rows, stride = nodes.shape
-        work = ShmTreeWork(self, (nodes,))
-        self._native.issue_tree(
+        work = ShmOrderedWork(self, (nodes,))
+        self._native.issue_ordered(
             DTYPES[nodes.dtype],
             nodes.data_ptr(),
             stride * nodes.element_size(),

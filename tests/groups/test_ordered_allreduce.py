@@ -119,7 +119,7 @@ def reduce_micro_batches(ctx, tree, count, dtype, divisor):
         nodes[row, :count] = evaluate(part, inputs)
     tree_inputs = [len(parts) for parts in per_rank]
     merges = merges_over(tree, [part for parts in per_rank for part in parts])
-    made.allreduce_tree(nodes, count, tree_inputs, merges, divisor).wait(SOON)
+    made.ordered_allreduce(nodes, count, tree_inputs, merges, divisor).wait(SOON)
     assert nodes[:, count:].isnan().all(), "the rest of a row is not touched"
     assert same_bits(nodes[0, :count], divide(evaluate(tree, inputs), divisor))
 
@@ -142,14 +142,14 @@ def need_shared_memory(ctx):
     made = make_engine(ctx)
     ordinary = torch.ones(2, 10_000)
     with pytest.raises(ValueError, match="shared memory"):
-        made.allreduce_tree(ordinary, 10_000, [1, 1], [0, 1], 1.0)
+        made.ordered_allreduce(ordinary, 10_000, [1, 1], [0, 1], 1.0)
     assert not made.started_works
     small = torch.ones(2, 1_000)
-    made.allreduce_tree(small, 1_000, [1, 1], [0, 1], 1.0).wait(SOON)
+    made.ordered_allreduce(small, 1_000, [1, 1], [0, 1], 1.0).wait(SOON)
     assert small[0].unique().tolist() == [2.0]
     assert small[1].unique().tolist() == [1.0]
     shared = made.allocate((2, 10_000), torch.float32).fill_(3.0)
-    made.allreduce_tree(shared, 10_000, [2, 1], [0, 1, 1], 1.0).wait(SOON)
+    made.ordered_allreduce(shared, 10_000, [2, 1], [0, 1, 1], 1.0).wait(SOON)
     assert shared[0].unique().tolist() == [9.0]
 
 
@@ -170,10 +170,10 @@ def give_wrong_arguments(ctx):
         "divisor": (8, [2], [0, 1], 0.0),
     }.items():
         with pytest.raises(ValueError, match=match):
-            made.allreduce_tree(nodes, *arguments)
+            made.ordered_allreduce(nodes, *arguments)
     with pytest.raises(ValueError, match="element type"):
-        made.allreduce_tree(nodes.view(torch.int32), 8, [2], [0, 1], 1.0)
-    made.allreduce_tree(nodes, 8, [2], [0, 1], 4.0).wait(SOON)
+        made.ordered_allreduce(nodes.view(torch.int32), 8, [2], [0, 1], 1.0)
+    made.ordered_allreduce(nodes, 8, [2], [0, 1], 4.0).wait(SOON)
     assert nodes[0].unique().tolist() == [0.5]
 
 
@@ -185,7 +185,7 @@ def disagree(ctx, count, orders):
     made = make_engine(ctx)
     nodes = made.allocate((2, count), torch.float32).fill_(1.0)
     with pytest.raises(EngineMismatch):
-        made.allreduce_tree(nodes, count, *orders[ctx.rank]).wait(SOON)
+        made.ordered_allreduce(nodes, count, *orders[ctx.rank]).wait(SOON)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def go_on_without_a_rank(ctx):
     for count in (10, 5_000):
         nodes = made.allocate((1, count), torch.float32).fill_(ctx.rank)
         with pytest.raises(CallFailed, match=r"^rank 1 has left the group") as caught:
-            made.allreduce_tree(nodes, count, [1, 1, 1], [0, 1, 1], 1.0).wait(SOON)
+            made.ordered_allreduce(nodes, count, [1, 1, 1], [0, 1, 1], 1.0).wait(SOON)
         assert caught.value.kind is PeerLeft
         assert nodes.unique().tolist() == [ctx.rank]
 

@@ -17,12 +17,14 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from benchmarks.entries.elastic import accumulation, elastic_step
 from benchmarks.entries.group_overhead import torch_group
 from benchmarks.models import MODELS, step_of
 from phalanx.ddp import DDP
 from phalanx.testing import RankContext, RankPool
 
 STEPS = 8
+MICRO_BATCHED = ("accumulation", "elastic")  # steps of several micro-batches, in shared memory
 MIB = 1 << 20
 
 
@@ -36,14 +38,20 @@ def _wrap(ctx: RankContext, how: str) -> Callable[[torch.nn.Module], torch.nn.Mo
     return lambda module: DDP(module, process_group=group)
 
 
-def peak(ctx: RankContext, model: str, how: str) -> int:
+def peak(ctx: RankContext, model: str, how: str, micro_batches: int) -> int:
     """Tell how many bytes a rank had at most while it trained."""
     torch.set_num_threads(1)
     make, make_batch = MODELS[model]
-    wrap = _wrap(ctx, how)
+    wrap = _wrap(ctx, "shm" if how in MICRO_BATCHED else how)
     before = _share()
     with _Sampler() as sampler:
-        step = step_of(wrap(make()), make_batch())
+        if how == "accumulation":
+            count = -(-micro_batches // ctx.size)
+            step = accumulation(wrap(make()), make_batch(), count, micro_batches)
+        elif how == "elastic":
+            step = elastic_step(make(), make_batch(), ctx.group("shm"), micro_batches)
+        else:
+            step = step_of(wrap(make()), make_batch())
         for _ in range(STEPS):
             step()
     return sampler.most - before
@@ -78,13 +86,16 @@ def _share() -> int:
 @click.command()
 @click.option("--model", type=click.Choice(list(MODELS)), default="MLP, 25 M")
 @click.option("--ranks", default=2)
-def main(model: str, ranks: int) -> None:
+@click.option("--micro-batches", default=8, help="Of accumulation, plain and elastic.")
+def main(model: str, ranks: int, micro_batches: int) -> None:
     """Print the peak of every way of training."""
-    for how in ("alone", "torch", "gloo", "shm"):
+    gradients = sum(p.nbytes for p in MODELS[model][0]().parameters()) / MIB
+    click.echo(f"a copy of all gradients: {gradients:.0f} MiB")
+    for how in ("alone", "torch", "gloo", "shm", *MICRO_BATCHED):
         with RankPool(ranks) as pool:
-            peaks = pool.run(peak, ranks, args=(model, how), timeout=300)
+            peaks = pool.run(peak, ranks, args=(model, how, micro_batches), timeout=300)
         told = ", ".join(f"{most / MIB:.0f}" for most in peaks)
-        click.echo(f"{how:6} {sum(peaks) / len(peaks) / MIB:6.0f} MiB per rank ({told})")
+        click.echo(f"{how:12} {sum(peaks) / len(peaks) / MIB:6.0f} MiB per rank ({told})")
 
 
 if __name__ == "__main__":

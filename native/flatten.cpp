@@ -149,11 +149,15 @@ struct RightFold {
 
 // Adds the gradients of a micro-batch to the sums of earlier ones: into = nodes[0] + (nodes[1] + (... +
 // gradients)), with the bits of `sum_tree`. A missing gradient is the identity. Without nodes it copies.
-// Returns false, with nothing done, if a tensor is not plain, shares memory with the sums, or if one of
-// the views no longer shows its part of the target.
+// Gradients lie at multiples of `alignment` bytes. Returns false, with nothing done, if a tensor is not
+// plain, shares memory with the sums, or if one of the views no longer shows its part of the target.
 bool fold(std::uintptr_t into, const std::vector<std::uintptr_t>& nodes, nb::list tensors,
-          nb::list views, nb::list sizes, int type) {
+          nb::list views, nb::list sizes, int type, std::size_t alignment) {
   const auto of = static_cast<DType>(type);
+  if (alignment == 0) throw nb::value_error("alignment must be at least 1");
+  const auto padded = [alignment](std::size_t bytes) {
+    return (bytes + alignment - 1) / alignment * alignment;
+  };
   if (runtime.inspect == nullptr || type < 0 || type >= kDTypes || !supports_tree(of)) return false;
   if (nodes.size() >= kMaxTreeDepth) throw nb::value_error("there are too many nodes");
   if (!nodes.empty() && nodes[0] != into) throw nb::value_error("nodes[0] must be the target");
@@ -174,7 +178,7 @@ bool fold(std::uintptr_t into, const std::vector<std::uintptr_t>& nodes, nb::lis
       PyErr_Clear();  // the caller's fallback reports what is wrong
       return false;
     }
-    target += bytes;
+    target += padded(bytes);
   }
   RightFold with_leaf(nodes.size() + 1), without(nodes.size());
   const nb::gil_scoped_release release;
@@ -193,7 +197,7 @@ bool fold(std::uintptr_t into, const std::vector<std::uintptr_t>& nodes, nb::lis
     } else if (sum.in[0] != out) {
       copy_bytes(out, piece.data, piece.bytes, piece.bytes >= kLarge);
     }
-    at += piece.bytes;
+    at += padded(piece.bytes);
   }
   return true;
 }
@@ -202,7 +206,8 @@ bool fold(std::uintptr_t into, const std::vector<std::uintptr_t>& nodes, nb::lis
 
 void register_flatten(nb::module_& module) {
   module.def("flatten", &flatten, "into"_a, "tensors"_a, "views"_a, "sizes"_a, "type"_a, "factor"_a);
-  module.def("fold", &fold, "into"_a, "nodes"_a, "tensors"_a, "views"_a, "sizes"_a, "type"_a);
+  module.def("fold", &fold, "into"_a, "nodes"_a, "tensors"_a, "views"_a, "sizes"_a, "type"_a,
+             "alignment"_a = 1);
 }
 
 }  // namespace phalanx

@@ -2,6 +2,10 @@
 
 #include "reduce.hpp"
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 #include <algorithm>
 #include <atomic>
 #include <cassert>
@@ -105,6 +109,42 @@ bool is_tree(std::span<const std::uint8_t> merges) {
   return sums == 1;
 }
 
+namespace {
+
+// Computes with subnormal numbers, whatever the thread's mode is. A sum may run on a thread of the user,
+// who has asked for them to be flushed to zero, or on the driver's.
+class SubnormalScope {
+ public:
+  SubnormalScope() {
+#if defined(__x86_64__)
+    if ((before_ & kFlush) != 0) _mm_setcsr(before_ & ~kFlush);
+#elif defined(__aarch64__)
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    if ((before_ & kFlush) != 0) asm volatile("msr fpcr, %0" : : "r"(before_ & ~kFlush));
+#endif
+  }
+  ~SubnormalScope() {
+#if defined(__x86_64__)
+    if ((before_ & kFlush) != 0) _mm_setcsr(before_);
+#elif defined(__aarch64__)
+    if ((before_ & kFlush) != 0) asm volatile("msr fpcr, %0" : : "r"(before_));
+#endif
+  }
+  SubnormalScope(const SubnormalScope&) = delete;
+  SubnormalScope& operator=(const SubnormalScope&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  static constexpr unsigned kFlush = 0x8040;  // results and operands
+  const unsigned before_ = _mm_getcsr();
+#elif defined(__aarch64__)
+  static constexpr std::uint64_t kFlush = std::uint64_t{1} << 24;
+  std::uint64_t before_ = 0;
+#endif
+};
+
+}  // namespace
+
 bool is_tree_divisor(double divisor) { return divisor >= 0x1p-126 && divisor <= 0x1p126; }
 
 void sum_tree(DType type, std::span<const void* const> in, std::span<const std::uint8_t> merges,
@@ -114,6 +154,7 @@ void sum_tree(DType type, std::span<const void* const> in, std::span<const std::
   const DType part = part_of(type);
   const bool from_left =
       std::all_of(merges.begin() + 1, merges.end(), [](std::uint8_t merged) { return merged == 1; });
+  const SubnormalScope with_subnormals;
   const KernelTable* table = current_table().load(std::memory_order_relaxed);
   table->trees[static_cast<int>(part)]({in.data(), in.size(), out.data(), out.size(),
                                         count * size_of(type) / size_of(part), 1.0, divisor,

@@ -120,6 +120,7 @@ def test_derived_seeds_do_not_change_between_versions():
     assert derive_seed(7, "Grüße\ud800") == 0xE2A8FA26D6F78E1E
 
 
+@settings(deadline=None)
 @given(PATHS, PATHS)
 def test_different_paths_have_different_seeds(one, other):
     assert (derive_seed(0, *one) == derive_seed(0, *other)) == (one == other)
@@ -188,6 +189,7 @@ def all_indices(loader, loops, micro_batches):
     ]
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(1, 6), st.booleans())
 def test_batches_are_the_concatenated_epochs_cut(shape, loops, shuffle):
     """No sample is skipped or repeated, whatever the length."""
@@ -206,6 +208,7 @@ def test_batches_are_the_concatenated_epochs_cut(shape, loops, shuffle):
         assert {*epoch} <= {*range(length)}
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(1, 6))
 def test_drop_last_cuts_every_epoch_to_whole_batches(shape, loops):
     length, batch_size = shape["length"], shape["batch_size"]
@@ -225,6 +228,7 @@ def test_drop_last_cuts_every_epoch_to_whole_batches(shape, loops):
         assert epoch == whole.indices(start // used, 0)[: len(epoch)]
 
 
+@settings(deadline=None)
 @given(SHAPES, st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=12))
 def test_indices_do_not_depend_on_what_was_asked_before(shape, requests):
     def new():
@@ -245,6 +249,7 @@ def test_permutations_depend_on_seed_loader_and_epoch():
     assert len(found) == 5
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(0, 40))
 def test_the_epoch_of_a_loop_is_that_of_its_first_sample(shape, loop):
     options = {key: shape[key] for key in ("batch_size", "micro_batches", "seed")}
@@ -257,6 +262,7 @@ def test_the_epoch_of_a_loop_is_that_of_its_first_sample(shape, loop):
     assert (len(loader) - 1) * samples < shape["length"] <= len(loader) * samples
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(1, 30), st.integers(1, 4))
 def test_a_given_order_is_concatenated_and_cut(shape, epoch_length, loops):
     def order(epoch):
@@ -577,6 +583,7 @@ def test_a_failed_evaluation_ends_its_workers(loader_of):
 # -- evaluation ----------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 8), st.data())
 def test_evaluation_reads_every_sample_once_in_order(length, batch_size, data):
     loader = make(range(length), batch_size, collate_fn=list)
@@ -601,7 +608,7 @@ def test_evaluation_draws_the_same_with_workers_and_in_parts(loader_of):
 # -- state ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 5))
 def test_position_is_restored(loops):
     loader = make(range(10))

@@ -51,6 +51,7 @@ MISMATCH_HINT = (
     "Hint: call no_sync() around the same passes on every rank, and set ddp.weight on all ranks or "
     "on none."
 )
+WEIGHT_HINT = "Hint: give all micro-batches of a step a weight, on all ranks, or none."
 
 
 def assert_same_pass(
@@ -370,7 +371,11 @@ class ReducedPass:
     def abandon(self) -> None:
         """End a pass that failed: wait until peers no longer read the buckets."""
         # Previous gradients are lost, since they may be views of buckets that are partly reduced.
+        # An ordered sum that exchanges slices has no peer that reads buckets, and to wait for it
+        # would start a collective.
         for work in self._works:
+            if isinstance(work, OrderedSum):
+                continue
             with suppress(GroupError, HookError):  # the next call on the group raises it again
                 work.wait()
 
@@ -472,7 +477,7 @@ class ReducedPass:
     def _add_notes(self, error: GroupError, bucket: Bucket) -> None:
         error.add_note(f"This is {self._describe(bucket)}.")
         if isinstance(error, RankMismatch):  # the group has found it before the header was reduced
-            error.add_note(MISMATCH_HINT)
+            error.add_note(MISMATCH_HINT if self._fold is None else WEIGHT_HINT)
 
     def _describe(self, bucket: Bucket) -> str:
         names = [self._layout.names[i] for i in bucket.members]

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import native
+from ..errors import InvalidState
 from ..groups._fast_path import configure_fast_path
 from ..groups.backends.shm import DTYPES
 from ._communicator import Communicator, SumSlots
@@ -115,6 +116,9 @@ def plan_buckets(
     return [*(plan for plan in plans if plan is not last), last]
 
 
+GRADIENT_ALIGNMENT = 64
+"""Bytes; where bits must not depend on the order of gradients in a bucket. What users compute with
+a gradient, such as a dot product, may depend on its address. torch allocates tensors like this."""
 PIECE_BYTES = 256 << 10  # the least number of bytes that are gathered together
 Gradients = Sequence[Tensor | None]
 
@@ -140,14 +144,16 @@ NEGATIVE_ZERO = {False: -0.0, True: complex(-0.0, -0.0)}
 class FlatViews:
     """A flat tensor with the layout of a bucket, and its gradients as views."""
 
-    def __init__(self, flat: Tensor, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, flat: Tensor, parameters: Sequence[Parameter], alignment: int) -> None:
         self.flat = flat
         self.address = flat.data_ptr()
         self._parameters = parameters
+        self._alignment = alignment
 
     @cached_property
     def views(self) -> list[Tensor]:
-        return _views(self.flat[: sum(p.numel() for p in self._parameters)], self._parameters)
+        offsets = gradient_offsets(self._parameters, self.flat.dtype, self._alignment)
+        return _views(self.flat[: offsets[-1]], self._parameters, offsets)
 
 
 class Bucket:
@@ -162,9 +168,15 @@ class Bucket:
     `.grad.data` does, and so does a module that changes its dtype. `gather` replaces them then."""
 
     def __init__(
-        self, index: int, members: list[int], parameters: list[Parameter], payload: Tensor
+        self,
+        index: int,
+        members: list[int],
+        parameters: list[Parameter],
+        payload: Tensor,
+        alignment: int = 1,
     ) -> None:
         self.index = index
+        self.alignment = alignment  # of gradients, in bytes
         self.members = members  # the indices of the parameters
         self.parameters = parameters
         self.pieces: list[BucketPiece] = []
@@ -181,19 +193,21 @@ class Bucket:
 
     def _set_payload(self, payload: Tensor) -> None:
         self.payload = payload
-        self.buffer = payload[: sum(p.numel() for p in self.parameters)]
-        self.views = _views(self.buffer, self.parameters)
+        offsets = gradient_offsets(self.parameters, payload.dtype, self.alignment)
+        self.buffer = payload[: offsets[-1]]
+        self.views = _views(self.buffer, self.parameters, offsets)
         self.grads = [view.view_as(view) for view in self.views]
         self._sizes = [view.nbytes for view in self.views]
         # Computed, not taken from the views: an empty view has no address.
-        offsets = accumulate(self._sizes, initial=payload.data_ptr())
+        start = payload.data_ptr()
+        addresses = [start + offset * payload.itemsize for offset in offsets]
         can_copy_bytes = (
             payload.device.type == "cpu"
             and payload.dtype in DTYPES
             and configure_fast_path()
             and all(view.is_contiguous() for view in self.views)
         )
-        self._addresses = list(offsets) if can_copy_bytes else None
+        self._addresses = addresses if can_copy_bytes else None
 
     @property
     def holds_values(self) -> bool:
@@ -220,7 +234,8 @@ class Bucket:
         Returns whether all were copied natively, so that they have the dtype of the bucket.
         """
         positions = piece.positions
-        if self._addresses is not None and count_missing(previous) == len(previous):
+        is_packed = self.alignment == 1
+        if self._addresses and is_packed and count_missing(previous) == len(previous):
             # Contiguous gradients are copied natively, in a third of torch's time.
             assert native.engine is not None
             into, sizes = self._addresses[positions.start], self._sizes[positions]
@@ -266,7 +281,8 @@ class Bucket:
             addresses = [node.address + start for node in nodes]
             shown = self.grads[positions] if into.flat.data_ptr() == self.payload.data_ptr() else []
             sizes, dtype = self._sizes[positions], DTYPES[self.payload.dtype]
-            if native.engine.fold(into.address + start, addresses, new, shown, sizes, dtype):
+            target, alignment = into.address + start, self.alignment
+            if native.engine.fold(target, addresses, new, shown, sizes, dtype, alignment):
                 return
         self._show_grads(positions)
         places = range(*positions.indices(len(self.views)))
@@ -274,6 +290,11 @@ class Bucket:
             target = into.views[position]
             total = torch.full_like(target, NEGATIVE_ZERO[target.is_complex()])
             if gradient is not None:
+                if gradient.is_sparse:
+                    raise InvalidState(
+                        "a gradient is sparse, but the sums of micro-batches are kept in dense "
+                        "buckets. Use sparse=False"
+                    )
                 total = gradient.to(target.dtype)
             total = as_real(total)
             for node in reversed(nodes):
@@ -289,7 +310,7 @@ class Bucket:
 
     def flat_views(self, flat: Tensor) -> FlatViews:
         """Return another flat tensor with the layout of the bucket."""
-        return FlatViews(flat, self.parameters)
+        return FlatViews(flat, self.parameters, self.alignment)
 
     def add(self, position: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:
@@ -307,7 +328,8 @@ class Bucket:
         return dense.to(self.payload.dtype).contiguous()
 
     def zeroed_copy(self) -> Bucket:
-        return Bucket(self.index, self.members, self.parameters, torch.zeros_like(self.buffer))
+        payload = torch.zeros_like(self.buffer)
+        return Bucket(self.index, self.members, self.parameters, payload, self.alignment)
 
     def broadcast_parameters(self, comm: Communicator, root: int) -> None:
         """Give every rank the root's parameters, which pass through the bucket."""
@@ -373,10 +395,19 @@ def count_missing(gradients: Gradients) -> int:
     return sum(map(is_, gradients, repeat(None)))  # no Python frame per gradient
 
 
-def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
-    if not parameters:
-        return []
-    views = list(torch._C._nn.unflatten_dense_tensors(flat, [local_tensor(p) for p in parameters]))
+def gradient_offsets(
+    parameters: Sequence[Parameter], dtype: torch.dtype, alignment: int
+) -> list[int]:
+    """Return the element at which each gradient of a bucket begins, and the end of the last."""
+    grain = max(1, alignment // dtype.itemsize)
+    return list(accumulate((-(-p.numel() // grain) * grain for p in parameters), initial=0))
+
+
+def _views(flat: Tensor, parameters: Sequence[Parameter], offsets: list[int]) -> list[Tensor]:
+    views = [
+        flat[start : start + p.numel()].view(local_tensor(p).shape)
+        for start, p in zip(offsets, parameters, strict=False)
+    ]
     for position, parameter in enumerate(parameters):
         shard, part = local_tensor(parameter), views[position]
         # Without gaps in memory, in whichever order of dims.
@@ -449,14 +480,15 @@ class BucketLayout:
                 self.buckets.append(SparseBucket(index, plan.members, parameters))
                 continue
             extra = header_numel if plan is plans[-1] else 0
-            numel = sum(p.numel() for p in parameters) + extra
+            alignment = GRADIENT_ALIGNMENT if options.slots else 1
+            numel = gradient_offsets(parameters, plan.dtype, alignment)[-1] + extra
             slots = None
             if options.slots:
                 slots = comm.allocate_slots(options.slots, numel, plan.dtype, plan.device)
                 flat = slots.tensor[0, :numel]
             else:
                 flat = comm.allocate(numel, plan.dtype, plan.device)
-            bucket = Bucket(index, plan.members, parameters, flat)
+            bucket = Bucket(index, plan.members, parameters, flat, alignment)
             bucket.slots = slots
             self.buckets.append(bucket)
         self.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]

@@ -190,8 +190,8 @@ class SumSlots(NamedTuple):
 class OrderedSum:
     """A sum in tree order on engines that lack it: ranks exchange slices and add up their own.
 
-    The second half starts when it is waited for, so all ranks must wait for sums in the same order,
-    and after they have started the same ones.
+    The second half starts when it is first waited for, so all ranks must wait for sums in the same
+    order, and after they have started the same ones.
     """
 
     def __init__(
@@ -204,6 +204,7 @@ class OrderedSum:
         rank, size = group.rank(), group.size()
         mine, length = plan.counts[rank], slots.shape[1] // size
         # The slices of all my subtrees for one rank lie together.
+        self._is_done = False
         self._sent = slots[:mine].view(mine, size, length).transpose(0, 1).reshape(-1)
         self._received = self._sent
         if size > 1:
@@ -214,6 +215,9 @@ class OrderedSum:
             self._work = group.alltoall_base(self._received, self._sent, received, sent, options)
 
     def wait(self) -> bool:
+        if self._is_done:
+            return True
+        self._is_done = True
         subtrees = self._received.view(sum(self._plan.counts), -1)
         merges, result = self._plan.merges, self._slots[0]
         if self._group.size() == 1:
@@ -275,8 +279,14 @@ def broadcast_coalesced(
             comm.broadcast(message.flat, root).wait()
             if comm.rank != root:
                 for tensor, received in zip(chunk, message.views, strict=True):
-                    if not torch.equal(tensor, received):
+                    if not same_bits(tensor, received):
                         tensor.copy_(received)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors of one shape and dtype have the same bytes: 0.0 equals -0.0, but differs."""
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*flat)
 
 
 def chunk_tensors(tensors: Sequence[Tensor], limit: float = math.inf) -> list[list[Tensor]]:

@@ -31,7 +31,8 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn import Parameter
 
-from ..errors import InvalidArgument, InvalidState
+from .._formatting import format_ranks
+from ..errors import GroupError, InvalidArgument, InvalidState, PeerLeft
 from ..groups import _profiler
 from ..groups._call_site import warn_user
 from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task, without_graph
@@ -255,12 +256,12 @@ class Reducer:
 
         `i`: the parameter that the pass has reached, if it reached no output that was found.
         """
-        if self.on_unmanaged_backward is not None:
-            self.on_unmanaged_backward()
-            return
         if self._precision is not None:
             self._precision.use_copies_in_backward()
         if self._is_closed or not self._autograd_hooks.may_run(i):
+            return
+        if self.on_unmanaged_backward is not None:
+            self.on_unmanaged_backward()
             return
         self._abandon_if_dead()
         if self._in_flight is not None:
@@ -344,6 +345,15 @@ class Reducer:
 
     def begin_fold(self, fold: GradientFold) -> None:
         """Prepare for the backward passes of a step's micro-batches on this rank."""
+        left = sorted(set(range(self.comm.size)) - set(self.comm.members()))
+        if left:
+            raise PeerLeft(
+                f"{format_ranks(left)} left the group, and the micro-batches there are missing in "
+                "every step",
+                group=self.comm.label,
+                operation="micro_batches",
+                ranks=left,
+            )
         self.prepare()
         fold.begin(self._layout)
 
@@ -373,6 +383,12 @@ class Reducer:
             self._abandon_if_dead()
             if isinstance(error, Exception):
                 self._record(error)
+            if isinstance(current, ReducedPass) and not isinstance(error, GroupError):
+                # Some buckets may have been launched, and some not.
+                self.comm.abort(
+                    f"the backward pass of its last micro-batch raised {type(error).__name__}: "
+                    f"{error}"
+                )
             raise
         finally:
             self._lifetime.holder = PassLifetime.holder

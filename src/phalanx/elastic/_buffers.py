@@ -6,7 +6,8 @@ of what the micro-batches left in it, added up in the order of the gradients' tr
 buffer is what micro-batch 0 left. An element that no micro-batch changed keeps its bits.
 
 A module may replace a buffer by another tensor. Afterwards it has the tensor it had before the
-step, with the new value.
+step, with the new value. It may not create buffers in a step: on other ranks, micro-batches would
+not find them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ddp._buckets import as_real
-from ..ddp._communicator import Communicator, SumSlots, broadcast_coalesced
+from ..ddp._communicator import Communicator, SumSlots, broadcast_coalesced, same_bits
 from ..ddp._summation_tree import SummationPlan, push
 from ..errors import InvalidArgument, InvalidState
 
@@ -30,18 +31,23 @@ RULES = ("mean", "first")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+Table = dict[str, Tensor | None]
+"""The buffers of one submodule, by name."""
+
+
 @dataclass
 class _BufferSlot:
-    """A buffer: its name, and where its module keeps it."""
+    """A buffer: its name, and where modules keep it, which may be several places."""
 
     name: str
-    table: dict[str, Tensor | None]
-    key: str
     tensor: Tensor
+    is_persistent: bool
+    places: list[tuple[Table, str]]
 
     def value(self) -> Tensor:
         """Return the buffer as the last micro-batch left it."""
-        now = self.table.get(self.key)
+        found = (table.get(key) for table, key in self.places)
+        now = next((each for each in found if each is not self.tensor), self.tensor)
         if now is None or (now.shape, now.dtype) != (self.tensor.shape, self.tensor.dtype):
             got = "None" if now is None else f"{now.dtype}{list(now.shape)}"
             raise InvalidState(
@@ -50,10 +56,10 @@ class _BufferSlot:
             )
         return now.detach()
 
-    def set(self, value: Tensor) -> None:
-        """Show the tensor that the module had, with a value."""
-        self.table[self.key] = self.tensor
-        self.tensor.data.copy_(value)
+    def show(self) -> None:
+        """Put the tensor that the modules had in its places."""
+        for table, key in self.places:
+            table[key] = self.tensor
 
 
 @dataclass
@@ -95,7 +101,7 @@ class _MeanGroup:
         values = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
         torch._foreach_copy_(targets, values)
         for slot in self.slots:
-            slot.table[slot.key] = slot.tensor
+            slot.show()
 
 
 class BufferAverage:
@@ -112,11 +118,18 @@ class BufferAverage:
         self._plan = plan
         self._rules = rules
         self._submodules = list(module.named_modules())
+        self._tables = [submodule._buffers for _, submodule in self._submodules]
         self._means: list[_MeanGroup] = []
-        self._firsts: list[tuple[_BufferSlot, Tensor, int]] = []
-        """Buffers that take micro-batch 0's value, each with its value and version at the start."""
+        self._firsts: list[tuple[_BufferSlot, Tensor]] = []
+        """Buffers that take micro-batch 0's value, each with its value at the start."""
         self._first_values: list[Tensor] = []
+        self._expanded: list[
+            _BufferSlot
+        ] = []  # their elements share memory: nothing writes to them
+        self._names: list[set[str]] = []  # of the buffers that each submodule had at the start
         self._memory: dict[Any, SumSlots] = {}  # by size, dtype and device
+        self.changed_unsaved: dict[str, Tensor] = {}
+        """Buffers that steps have changed and the module's state dict lacks, by name."""
         self._check_rules()
 
     def _check_rules(self) -> None:
@@ -139,11 +152,20 @@ class BufferAverage:
     def _find(self) -> list[_BufferSlot]:
         found: dict[int, _BufferSlot] = {}
         for path, submodule in self._submodules:
-            for key, tensor in submodule._buffers.items():
-                if tensor is not None:
-                    name = f"{path}.{key}" if path else key
-                    found.setdefault(id(tensor), _BufferSlot(name, submodule._buffers, key, tensor))
+            table = submodule._buffers
+            for key, tensor in table.items():
+                if tensor is None:
+                    continue
+                name = f"{path}.{key}" if path else key
+                persistent = key not in submodule._non_persistent_buffers_set
+                slot = found.setdefault(id(tensor), _BufferSlot(name, tensor, persistent, []))
+                slot.is_persistent |= persistent
+                slot.places.append((table, key))
         return list(found.values())
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """List the buffers, each once, by their first name."""
+        return [(slot.name, slot.tensor) for slot in self._find()]
 
     def _rule_of(self, slot: _BufferSlot) -> BufferRule:
         for pattern, rule in self._rules.items():
@@ -154,39 +176,63 @@ class BufferAverage:
 
     def begin(self) -> None:
         """Remember the buffers that every micro-batch of the step starts with."""
-        self._means, self._firsts, self._first_values = [], [], []
+        self._means, self._firsts, self._first_values, self._expanded = [], [], [], []
+        self._names = [_present(table) for table in self._tables]
         kinds: dict[Any, list[_BufferSlot]] = {}
         for slot in self._find():
-            if self._rule_of(slot) == "first":
-                value = slot.tensor.detach().clone()
-                self._firsts.append((slot, value, slot.tensor._version))
+            if is_expanded(slot.tensor):
+                self._expanded.append(slot)
+            elif self._rule_of(slot) == "first":
+                self._firsts.append((slot, slot.tensor.detach().clone()))
             elif slot.tensor.numel():
                 kinds.setdefault((slot.tensor.dtype, slot.tensor.device), []).append(slot)
         self._means = [_MeanGroup.of(slots) for slots in kinds.values()]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the next micro-batch the buffers that the step started with."""
+        """Give the module the buffers that the step started with."""
         for mean in self._means:
             mean.restore()
-        for slot, start, version in self._firsts:
-            if slot.table.get(slot.key) is not slot.tensor or slot.tensor._version != version:
-                slot.set(start)
+        for slot, start in self._firsts:
+            slot.show()
+            slot.tensor.data.copy_(start)
 
     @torch.no_grad()
     def collect(self, micro_batch: int) -> None:
         """Take what a micro-batch has left in the buffers."""
+        self._check_names()
         block = self._plan.block
         for mean in self._means:
             mean.fold(block.merges[micro_batch - block.lo])
         if micro_batch == 0:
-            self._first_values = [slot.value().clone() for slot, _, _ in self._firsts]
+            self._first_values = [slot.value().clone() for slot, _ in self._firsts]
+
+    def _check_names(self) -> None:
+        for (path, _), table, before in zip(
+            self._submodules, self._tables, self._names, strict=True
+        ):
+            new = sorted(_present(table) - before)
+            if new:
+                name = f"{path}.{new[0]}" if path else new[0]
+                raise InvalidState(
+                    f"buffer {name!r} was created in a micro-batch. Create it before the run, so "
+                    "that every micro-batch starts with it"
+                )
+        for slot in self._expanded:
+            if (
+                slot.value() is not slot.tensor
+                and slot.value().data_ptr() != slot.tensor.data_ptr()
+            ):
+                raise InvalidState(
+                    f"buffer {slot.name!r}, an expanded tensor, was replaced in a micro-batch. "
+                    "Register a copy of it (contiguous)"
+                )
 
     def changes(self) -> tuple[bool, bool]:
         """Return (any "mean" buffer changed, any "first" buffer changed) on this rank."""
         means = any(mean.is_changed is not None and mean.is_changed.any() for mean in self._means)
         pairs = zip(self._firsts, self._first_values, strict=False)
-        return means, any(not _same_bits(start, value) for (_, start, _), value in pairs)
+        return means, any(not same_bits(start, value) for (_, start), value in pairs)
 
     @torch.no_grad()
     def finish(self, *, means_changed: bool, firsts_changed: bool) -> None:
@@ -194,19 +240,22 @@ class BufferAverage:
 
         The arguments say whether `changes` returned True on any rank.
         """
-        for mean in self._means:
-            if means_changed:
+        self.restore()
+        if means_changed:
+            for mean in self._means:
                 mean.finish(self._comm, self._plan, self._memory_for(mean.start))
-            else:
-                mean.restore()
-        for slot, start, _ in self._firsts:
-            slot.set(start)
         if firsts_changed:
-            tensors = [slot.tensor.data for slot, _, _ in self._firsts]
+            tensors = [slot.tensor.data for slot, _ in self._firsts]
             for tensor, value in zip(tensors, self._first_values, strict=False):
                 tensor.copy_(value)
             if self._comm.size > 1:
                 broadcast_coalesced(tensors, self._comm, root=0)
+        if means_changed or firsts_changed:
+            slots = [slot for mean in self._means for slot in mean.slots]
+            slots += [slot for slot, _ in self._firsts]
+            self.changed_unsaved.update(
+                {slot.name: slot.tensor for slot in slots if not slot.is_persistent}
+            )
 
     def _memory_for(self, flat: Tensor) -> SumSlots:
         """Return memory for the sums and for the flags of what has changed."""
@@ -231,6 +280,11 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.itemsize])
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*flat)
+def _present(table: Table) -> set[str]:
+    return {key for key, tensor in table.items() if tensor is not None}
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, so that none can be written to."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(length > 1 and stride == 0 for length, stride in pairs)

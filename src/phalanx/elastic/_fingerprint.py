@@ -6,10 +6,12 @@ the same bits says so, and why.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,18 @@ def current_fingerprint(device: torch.device) -> Fingerprint:
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "oneDNN": bool(torch.backends.mkldnn.enabled),
         "MKL": bool(torch._C.has_mkl),
+        "CPU": _cpu_model(),
+        "library variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("MKL_", "ONEDNN_", "DNNL_", "ATEN_CPU_"))
+            and not name.endswith("_NUM_THREADS")  # the run sets that
+        },
+        "attention kernels": [
+            torch._C._get_flash_sdp_enabled(),
+            torch._C._get_mem_efficient_sdp_enabled(),
+            torch._C._get_math_sdp_enabled(),
+        ],
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         # There is no getter: half of the least normal number is zero if it is flushed.
@@ -46,6 +60,14 @@ def current_fingerprint(device: torch.device) -> Fingerprint:
             torch.backends.cudnn.allow_tf32,
         ]
     return items
+
+
+def _cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def fingerprint_differences(saved: Fingerprint, current: Fingerprint) -> list[str]:

@@ -281,6 +281,8 @@ class ElasticLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.key = key
+        """The number of the loader in its run."""
         self.next_loop = 0
         """The number of loops over the loader so far."""
         self.shapes = ""
@@ -353,8 +355,8 @@ class ElasticLoader:
 
     def __repr__(self) -> str:
         return (
-            f"<ElasticLoader: {self._order.length} samples, micro-batches of {self.batch_size}, "
-            f"loop {self.next_loop}>"
+            f"<ElasticLoader {self.key}: {self._order.length} samples, micro-batches of "
+            f"{self.batch_size} ({self.shapes or 'none yet'}), loop {self.next_loop}>"
         )
 
     # -- training ----------------------------------------------------------------------------

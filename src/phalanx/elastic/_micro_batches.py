@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 SIGNATURE_BITS = 48  # of the hash of a batch's shapes; a float64 holds them exactly
 NO_WEIGHT = -1.0
+_running = threading.local()  # has `is_managed` while this thread is in `MicroBatch.backward`
 
 
 class LoopRecord(NamedTuple):
@@ -154,7 +156,14 @@ class Step:
     def _check_complete(self, caller: str) -> None:
         """Raise, on all ranks, if something else is called before a loop has ended."""
         loop = self._open_loop
-        if loop is not None:
+        if loop is None:
+            return
+        if loop.backward_passes == len(loop.numbers):
+            loop.fail(
+                f"{caller} was called before the loop over the micro-batches of step {self.number} "
+                "was over. Let the for loop run to its end; zip() and break leave it early"
+            )
+        else:
             loop.fail(
                 f"{caller} was called after {loop.backward_passes} of {len(loop.numbers)} "
                 f"micro-batches of this rank in step {self.number}. Call it after the loop, and do "
@@ -186,6 +195,7 @@ class MicroBatchLoop:
                 "step.micro_batches() takes a loader that run.loader() of this run has made, got "
                 f"another {type(loader).__name__}"
             )
+        run._check_parameters()
         run._reducer.begin_fold(run._fold)
         previous = self._set_previous_aside()
         run._buffers.begin()
@@ -204,9 +214,21 @@ class MicroBatchLoop:
                     "micro.backward(loss) in the body of the loop; the micro-batches cannot be "
                     "collected in a list"
                 )
-            run._buffers.collect(number)
+            try:
+                run._buffers.collect(number)
+            except InvalidState as error:
+                self.fail(str(error))
             self._current = None
         self._finish(previous)
+
+    def refuse_unmanaged_backward(self) -> None:
+        """Raise for a call of backward in the loop that is not `MicroBatch.backward`."""
+        # Another run may train the same parameters, after this one has failed.
+        if not getattr(_running, "is_managed", False) and self._run.group.failure() is None:
+            self.fail(
+                f"backward() was called on a tensor in the micro-batches of step {self.step.number}"
+                ". Call micro.backward(loss) instead of loss.backward()"
+            )
 
     @property
     def backward_passes(self) -> int:
@@ -239,7 +261,8 @@ class MicroBatchLoop:
                 f"micro-batch {number} of step {self.step.number} has {text}; the first one had "
                 f"{first}. Micro-batches must have constant shapes: pad them in collate_fn"
             )
-        digest = hashlib.sha256(text.encode()).digest()
+        place = f"{text} of loader {loader.key}, loop {loader.next_loop}"
+        digest = hashlib.sha256(place.encode()).digest()
         self._signature = int.from_bytes(digest[: SIGNATURE_BITS // 8], "little")
 
     # -- backward --------------------------------------------------------------------------
@@ -269,7 +292,13 @@ class MicroBatchLoop:
             loss = None  # it contributes nothing, even if it is NaN
         elif weight is not None:
             loss = loss * weight
-        run._reducer.run_micro_batch(run._fold, loss, **kwargs)
+        outer, _running.is_managed = getattr(_running, "is_managed", False), True
+        try:
+            run._reducer.run_micro_batch(run._fold, loss, **kwargs)
+        except InvalidState as error:  # of ours: a late or sparse gradient
+            self.fail(str(error))
+        finally:
+            _running.is_managed = outer
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -298,7 +327,15 @@ class MicroBatchLoop:
         records = self._exchange()
         losses = [loss for record in records for loss in record.losses]
         weights = [weight for record in records for weight in record.weights]
-        if weights[0] == NO_WEIGHT:
+        without = [weight == NO_WEIGHT for weight in weights]
+        if any(without) and not all(without):
+            raise RankMismatch(
+                f"micro-batches {[i for i, each in enumerate(without) if each]} of step "
+                f"{step.number} have no weight and the others have one. Give all a weight, or none",
+                group=run._comm.label,
+                operation="micro_batches",
+            )
+        if without[0]:
             loss = ordered_sum(losses) / run.micro_batches
         else:
             total = math.fsum(weights)
@@ -315,8 +352,8 @@ class MicroBatchLoop:
                 parameter.grad = before if new is None else before + new
         if self._loader is not None:
             self._loader._advance()
-        seed_generators(derive_seed(run.seed, "after", step.number, step._phase))
         step._finish_loop(loss, losses)
+        seed_generators(derive_seed(run.seed, "after", step.number, step._phase))
 
     def _exchange(self) -> list[LoopRecord]:
         """Return every rank's record of the loop."""
@@ -335,10 +372,10 @@ class MicroBatchLoop:
         pairs = zip(rows.tolist(), lengths, strict=True)
         records = [LoopRecord.unpack(row, count, longest) for row, count in pairs]
         if len({record.signature for record in records}) > 1:
-            texts = comm.exchange("no loader" if self._loader is None else self._loader.shapes)
+            texts = comm.exchange("no loader" if self._loader is None else str(self._loader))
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise RankMismatch(
-                f"micro-batches of step {self.step.number} have different shapes ({listed}). Use "
+                f"ranks have different micro-batches in step {self.step.number} ({listed}). Use "
                 "the same loader on all ranks, and pad batches in collate_fn",
                 group=comm.label,
                 operation="micro_batches",

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint import CheckpointManager, Replicated
 from ..checkpoint._replication import state_digest
+from ..checkpoint._types import check_integer
 from ..ddp import DistributedDataParallel
 from ..ddp._buckets import BucketOptions, DelayedReduction
 from ..ddp._communicator import Communicator, broadcast_coalesced
@@ -39,7 +40,7 @@ from ..errors import InvalidArgument, InvalidState, InvalidType, RankMismatch
 from ..groups import ProcessGroup, new_group
 from ..groups._call_site import warn_user
 from ..groups._current_group import default_group
-from ._buffers import BufferAverage, BufferRule
+from ._buffers import BufferAverage, BufferRule, is_expanded
 from ._evaluation import evaluate
 from ._fingerprint import current_fingerprint, fingerprint_differences
 from ._loader import ElasticLoader
@@ -117,11 +118,14 @@ class ElasticRun:
         inventory = _inspect(model)
         named = inventory.parameters
         self._comm = Communicator(self.group, named[0][1].device)
-        self._compare_arguments()
+        self._compare_arguments({"bucket_cap_mb": bucket_cap_mb, "buffers": dict(buffers or {})})
         torch.set_num_threads(self.threads)
         _use_deterministic_algorithms(strict)
         self._strict = strict
         verify_parameters(named, self._comm, operation="ElasticRun")
+        self._parameter_ids = {id(parameter) for _, parameter in named}
+        self._optimized = -1  # how many parameters the optimizers had at the last check
+        self._check_parameters()
         self._plan = SummationPlan(self._comm.rank, self._comm.size, self.micro_batches)
         self._fold = GradientFold(self._comm, self._plan)
         self._buffers = BufferAverage(model, self._comm, self._plan, buffers or {})
@@ -132,15 +136,19 @@ class ElasticRun:
             dtype=None,
             slots=self._plan.slots,
         )
+        named_buffers = self._buffers.named()
+        verify_parameters(named_buffers, self._comm, what="buffers", operation="ElasticRun")
         self._reducer = Reducer(named, self._comm, options, reduce="sum")
         if self._reducer.optimizers:
             raise InvalidState(
                 "ElasticRun cannot step optimizers in backward: call optimizer.step()"
             )
-        self._reducer.on_unmanaged_backward = self._refuse_unmanaged_backward
+        self._reducer.on_unmanaged_backward = _weakly(self._refuse_unmanaged_backward)
         self._reducer.broadcast_parameters()
-        broadcast_coalesced(list(model.buffers()), self._comm, root=0)
-        _check_before_step(self)
+        writable = [tensor for _, tensor in named_buffers if not is_expanded(tensor)]
+        broadcast_coalesced(writable, self._comm, root=0)
+        self._handles = _check_before_step(self)
+        self._handles.append(_check_after_load(self))
         self.loaders: list[ElasticLoader] = []
         self._current_step: Step | None = None
         self._completed = 0
@@ -237,15 +245,29 @@ class ElasticRun:
     def _refuse_unmanaged_backward(self) -> None:
         step = self._current_step
         if step is not None and step._open_loop is not None:
-            step._open_loop.fail(
-                f"backward() was called on a tensor in the micro-batches of step {step.number}. "
-                "Call micro.backward(loss) instead of loss.backward()"
-            )
+            step._open_loop.refuse_unmanaged_backward()
 
     def _check_between_loops(self, caller: str) -> None:
         """Raise if a loop over micro-batches has not ended."""
         if self._current_step is not None:
             self._current_step._check_complete(caller)
+
+    def _check_parameters(self) -> None:
+        """Raise if an optimizer steps parameters whose gradients the run does not reduce."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        count = sum(len(group["params"]) for group in groups)
+        if count == self._optimized:
+            return
+        self._optimized = count
+        unknown = [
+            p for group in groups for p in group["params"] if id(p) not in self._parameter_ids
+        ]
+        if unknown:
+            raise InvalidArgument(
+                f"an optimizer has {len(unknown)} parameters that are not the model's, whose "
+                f"gradients would not be reduced; the first has shape {list(unknown[0].shape)}. "
+                "Put all trained modules in one, such as a ModuleDict, and pass that as model"
+            )
 
     def evaluate(self, fn: Callable[[Any], Any], loader: ElasticLoader) -> Any:
         """Average `fn(batch)` over a dataset, weighting each batch by its number of samples.
@@ -257,7 +279,14 @@ class ElasticRun:
         Every rank calls it.
         """
         self._check_between_loops("run.evaluate()")
-        return evaluate(self.model, self._comm, fn, loader)
+        self._buffers.begin()
+        try:
+            return evaluate(self.model, self._comm, fn, loader)
+        except Exception as error:  # the other ranks wait for this one's results
+            self.group.abort(f"run.evaluate() raised {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._buffers.restore()
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -268,7 +297,8 @@ class ElasticRun:
 
         Returns the number of steps that the run has made; 0 if the directory has no checkpoint. The
         checkpoint may be of any world size. `save` and `save_every` save there. Other options are
-        those of `CheckpointManager`.
+        those of `CheckpointManager`. To save again after an older step was restored, remove the
+        later ones first: ``run.checkpoints.rewind(step)``.
         """
         self._end_step()
         if self._checkpoints is not None:
@@ -277,18 +307,37 @@ class ElasticRun:
         self._checkpoints, self._saved_step = checkpoints, None
         step = checkpoints.latest() if step is None else step
         if step is None:
-            return 0
+            return self._completed
         # First, so that nothing has changed if it raises.
         saved = checkpoints.load(step, {"elastic": None})["elastic"]
         self._compare_run(saved)
-        checkpoints.load(step, self._state(with_run=False))
+        loaded = checkpoints.load(step, {**self._objects(), "buffers": None})
+        self._restore_tensors(loaded["buffers"], saved["gradients"])
         self._completed, self._phase = saved["step"], saved["phase"]
         self._saved_step = self._completed
         self._loader_states = list(saved["loaders"])
+        for loader in self.loaders:  # those that were made later start again
+            loader.load_state_dict({"loop": 0})
         for loader, state in zip(self.loaders, self._loader_states, strict=False):
             loader.load_state_dict(state)
         seed_generators(derive_seed(self.seed, "after", self._completed, self._phase))
         return self._completed
+
+    def _restore_tensors(self, buffers: dict[str, Tensor], gradients: list[str]) -> None:
+        """Set what is in no state dict: temporary buffers, and which gradients there are."""
+        own = dict(self._buffers.named())
+        with torch.no_grad():
+            for name, value in buffers.items():
+                own[name].data.copy_(value)
+                self._buffers.changed_unsaved[name] = own[name]
+            for name, parameter in self._reducer.named:
+                # Zeros, and not None, for users of zero_grad(set_to_none=False).
+                parameter.grad = torch.zeros_like(parameter) if name in gradients else None
+
+    @property
+    def checkpoints(self) -> CheckpointManager | None:
+        """The checkpoints of the directory that `restore` was given, or None."""
+        return self._checkpoints
 
     def save(self, directory: str | os.PathLike[str] | None = None) -> None:
         """Save the run, to `directory` or to the one passed to `restore`; every rank calls it."""
@@ -302,11 +351,21 @@ class ElasticRun:
         else:
             checkpoints = self._checkpoints
         self._check_between_loops("run.save()")
+        self._check_whole_step()
         checkpoints.save(self.completed_steps, self._state())
         if directory is not None:
             checkpoints.close()
         else:
             self._saved_step = self.completed_steps
+
+    def _check_whole_step(self) -> None:
+        step = self._current_step
+        if step is not None and 0 < step._phase < self._phase:
+            raise InvalidState(
+                f"step {step.number} has had {step._phase} loops over micro-batches, the step "
+                f"before {self._phase}. Save after the last loop: a restored run continues with "
+                "the next step"
+            )
 
     def save_every(self, steps: int) -> bool:
         """Save if the number of steps is a multiple of `steps`; return whether it was saved now."""
@@ -328,25 +387,31 @@ class ElasticRun:
         del state["elastic"]["fingerprint"]
         return state_digest(state)
 
-    def _state(self, *, with_run: bool = True) -> dict[str, Any]:
+    def _objects(self) -> dict[str, Any]:
+        """Return the objects to save, for every rank the same."""
         optimizers = {str(i): each for i, each in enumerate(self.optimizers)}
-        state: dict[str, Any] = {
+        return {
             "model": Replicated(self.model),
             "optimizers": Replicated(optimizers),
             "state": Replicated(self.state),
         }
-        if with_run:
-            step = self._current_step
-            state["elastic"] = {
+
+    def _state(self) -> dict[str, Any]:
+        step = self._current_step
+        loaders = [loader.state_dict() for loader in self.loaders]
+        return {
+            **self._objects(),
+            "buffers": Replicated(dict(self._buffers.changed_unsaved)),
+            "elastic": {
                 "step": self.completed_steps,
                 "phase": step._phase if step is not None and step._phase else self._phase,
                 "seed": self.seed,
                 "micro_batches": self.micro_batches,
-                "loaders": [loader.state_dict() for loader in self.loaders]
-                + self._loader_states[len(self.loaders) :],
+                "loaders": loaders + self._loader_states[len(loaders) :],
+                "gradients": [n for n, p in self._reducer.named if p.grad is not None],
                 "fingerprint": current_fingerprint(self._comm.device),
-            }
-        return state
+            },
+        }
 
     def _compare_run(self, saved: dict[str, Any]) -> None:
         names = {"micro_batches": self.micro_batches, "seed": self.seed}
@@ -374,12 +439,13 @@ class ElasticRun:
             raise InvalidState(f"{message}. Use the saved settings, or pass strict=False")
         warn_user(message, RuntimeWarning)
 
-    def _compare_arguments(self) -> None:
+    def _compare_arguments(self, options: dict[str, Any]) -> None:
         ranks = self._comm.size
         fingerprint = current_fingerprint(self._comm.device)
         del fingerprint["threads"]  # the launcher's division, until the run sets its own
         mine = {name: getattr(self, name) for name in ("micro_batches", "seed", "threads")}
-        texts = self._comm.exchange(json.dumps({**mine, **fingerprint})) if ranks > 1 else []
+        everything = json.dumps({**mine, **options, **fingerprint})
+        texts = self._comm.exchange(everything) if ranks > 1 else []
         for rank, text in enumerate(texts):
             theirs = json.loads(text)
             for name, expected in json.loads(texts[0]).items():
@@ -397,6 +463,19 @@ class ElasticRun:
                 f"{self.micro_batches}. Use micro_batches={ranks} or start at most "
                 f"{self.micro_batches} ranks"
             )
+
+    def close(self) -> None:
+        """Stop loader workers, wait for pending saves, and remove the hooks from the module.
+
+        The group stays open. The run cannot be used afterwards.
+        """
+        for handle in self._handles:
+            handle.remove()
+        for loader in self.loaders:
+            loader.close()
+        self._reducer.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
     def __repr__(self) -> str:
         return (
@@ -469,11 +548,10 @@ def _check_state(state: Any) -> dict[str, Any]:
 
 
 def _check_integer(name: str, value: Any, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidType(f"{name} must be an integer, got {type(value).__name__}")
-    if value < least:
-        raise InvalidArgument(f"{name} must be at least {least}, got {value}")
-    return value
+    number = check_integer(name, value)
+    if number < least:
+        raise InvalidArgument(f"{name} must be at least {least}, got {number}")
+    return number
 
 
 def _use_deterministic_algorithms(strict: bool) -> None:
@@ -483,7 +561,19 @@ def _use_deterministic_algorithms(strict: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _check_before_step(run: ElasticRun) -> None:
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls a method while its object is alive, without keeping it so."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = weak()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def _check_before_step(run: ElasticRun) -> list[Any]:
     """Have the optimizers refuse to step with the gradients of a part of a step."""
     weak = weakref.ref(run)
 
@@ -492,5 +582,21 @@ def _check_before_step(run: ElasticRun) -> None:
         if alive is not None:
             alive._check_between_loops("optimizer.step()")
 
-    for optimizer in run.optimizers:
-        optimizer.register_step_pre_hook(check)
+    return [optimizer.register_step_pre_hook(check) for optimizer in run.optimizers]
+
+
+def _check_after_load(run: ElasticRun) -> Any:
+    """Have the module refuse a state that replaced its parameters."""
+    weak = weakref.ref(run)
+
+    def check(module: nn.Module, _: object) -> None:
+        alive = weak()
+        if alive is None:
+            return
+        if {id(parameter) for parameter in module.parameters()} != alive._parameter_ids:
+            raise InvalidState(
+                "load_state_dict(assign=True) replaced parameters of the model. Load without "
+                "assign=True, or load before making the ElasticRun"
+            )
+
+    return run.model.register_load_state_dict_post_hook(check)  # type: ignore[no-untyped-call]

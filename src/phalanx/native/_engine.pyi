@@ -71,6 +71,7 @@ def fold(
     views: list[Any],
     sizes: list[int],
     type: int,
+    alignment: int = 1,
 ) -> bool: ...
 def sum_tree(
     into: int, inputs: list[int], merges: list[int], type: int, count: int, divisor: float

@@ -56,6 +56,16 @@ def foreground():
         signal.signal(number, before[number])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect without garbage collection: imports make many objects, and hardly any garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def young_heap():
     """Let the garbage collector scan only objects made by tests, not everything imported.

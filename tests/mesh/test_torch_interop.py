@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -267,6 +266,8 @@ def test_interop_on_our_group(ranks, body, backend):
 
 
 def test_a_functional_collective_is_compiled_once():
+    from torch._dynamo.testing import CompileCounter  # takes a second
+
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -1,6 +1,7 @@
 """Our mesh in torch's DTensor, tensor parallelism and FSDP2, and conversion both ways."""
 
 import io
+import itertools
 import pickle
 from datetime import timedelta
 
@@ -255,11 +256,10 @@ def test_interop_on_torchs_default_group(ranks, body):
     ranks.run(on_default_group, 4, args=(body,))
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize(
-    "body",
-    [*BODIES, is_loaded_with_weights_only],
-    ids=lambda b: b.__name__,
+    ("body", "backend"),
+    list(zip([*BODIES, is_loaded_with_weights_only], itertools.cycle(["shm", "gloo"]))),
+    ids=lambda each: getattr(each, "__name__", each),
 )
 def test_interop_on_our_group(ranks, body, backend):
     ranks.run(on_our_group, 4, args=(body, backend))

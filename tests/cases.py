@@ -76,3 +76,9 @@ def take_turns(rows, groups):
         group = min(groups, key=lambda g: (sum(seen[g, each] for each in values), seen[g]))
         seen.update([group, *((group, each) for each in values)])
         yield row, group
+
+
+def in_two_suites(count):
+    """Return the numbers of shares of random inputs; the second half is marked slow."""
+    half = [pytest.param(share, marks=pytest.mark.slow) for share in range(count // 2, count)]
+    return [*range(count // 2), *half]

@@ -14,7 +14,7 @@ from phalanx.errors import InvalidArgument, InvalidType
 from phalanx.mesh import layout as module
 from phalanx.mesh.layout import FlatLayout, MeshLayout
 
-LAW = settings(max_examples=100, deadline=None)
+LAW = settings(max_examples=50, deadline=None)
 
 # --- Strategies ---
 

@@ -6,6 +6,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 INTEROP := .venv-interop
 
+# Some environments, such as those of containers, turn bytecode files off. The tests start a hundred interpreters that
+# would compile the package again, and every test process would rewrite the assertions of all test files.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow native-test soak interop lint format bench clean
 
 demo: $(READY)

@@ -297,22 +297,11 @@ NAMES = """
     assert of_torch.get_model_state_dict(model).keys() == {"weight", "bias"}
     copy = pickle.loads(pickle.dumps(model))
     assert type(copy) is DDP
-    compiled = torch.compile(model, backend="eager")
-    compiled(torch.ones(3, 2)).sum().backward()
-    assert model.module.bias.grad.item() == 3
     try:
         dist.init_process_group()
     except ValueError as error:
         assert "twice" in str(error)
     assert dist.get_backend() == "gloo"
-
-    class Asks(torch.nn.Module):
-        def forward(self, x):
-            return x + (10 if type(model) is torch.nn.parallel.DistributedDataParallel else 0)
-
-    asks = Asks()
-    asks.compile(backend="eager")
-    assert torch.nn.Sequential(asks)(torch.ones(1)).item() == 11  # guards run in a frame of torch
     dist.destroy_process_group()
     dist.init_process_group("auto", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_backend() == "auto"
@@ -331,6 +320,34 @@ def test_every_name_of_ddp_is_ours_and_the_backend_reads_as_asked_for():
         "phalanx drop-in: backend (omitted) -> auto (shm); DistributedDataParallel -> phalanx.DDP"
     )
     assert [each for each in done.stderr.splitlines() if "phalanx" in each] == [line]
+
+
+COMPILED = """
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DDP(torch.nn.Linear(2, 1))
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(3, 2)).sum().backward()
+    assert model.module.bias.grad.item() == 3
+
+    class Asks(torch.nn.Module):
+        def forward(self, x):
+            return x + (10 if type(model) is torch.nn.parallel.DistributedDataParallel else 0)
+
+    asks = Asks()
+    asks.compile(backend="eager")
+    assert torch.nn.Sequential(asks)(torch.ones(1)).item() == 11  # guards run in a frame of torch
+    dist.destroy_process_group()
+"""
+
+
+@on_cpus
+@pytest.mark.slow
+def test_compiled_code_sees_the_replaced_names():
+    done = python(COMPILED, env={"PHALANX_DROP_IN": "1"})
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def unmarked(state):
     }
 
 
-@pytest.mark.parametrize(("size", "in_background"), [(1, True), (2, False), (4, True)])
+@pytest.mark.parametrize(("size", "in_background"), [(1, True), (2, False), (3, True)])
 def test_checkpoint_holds_the_state_at_staging_time(writers, tmp_path, size, in_background):
     path = str(tmp_path / "c")
 

@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig, WriteFuture
+from phalanx.checkpoint.components import (
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    RankInfo,
+    WriteFuture,
+)
 from phalanx.errors import (
     InvalidArgument,
     InvalidState,
@@ -169,12 +174,13 @@ def test_a_process_that_cannot_receive_a_buffer_exits(tmp_path):
     process.close()
 
 
-def test_a_buffer_that_cannot_be_sent_fails_one_save_at_once(tmp_path, monkeypatch):
+def test_a_buffer_that_cannot_be_sent_fails_one_save_at_once(writers, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    process = make_process(subprocess_kill_grace_secs=60)
+    process = writers[0]
     process.process_creation_future.result(60)
+    monkeypatch.setattr(process.config, "subprocess_kill_grace_secs", 60)
     with checkpointer(process) as made:
         with monkeypatch.context() as patch:
             patch.setattr(socket, "send_fds", fail)
@@ -185,7 +191,6 @@ def test_a_buffer_that_cannot_be_sent_fails_one_save_at_once(tmp_path, monkeypat
             assert not isinstance(raised.value, WriterLost)
         monkeypatch.setattr(socket, "fromfd", fail)  # sending one must not need another
         made.save(str(tmp_path / "c"), {"a": torch.ones(2)})[1].result(60)
-    process.close()
 
 
 class OwnSignature(CheckpointWriter):
@@ -200,20 +205,23 @@ def own_signature(rank_info):
 
 
 def test_a_restarted_writer_of_any_signature_is_at_the_same_save(tmp_path):
-    processes = [make_process(rank, 2, own_signature) for rank in range(2)]
+    process = make_process(1, 2, own_signature)
+    writer = own_signature(RankInfo(0, 2))  # of the other rank: without a process
 
     def save(rank):
         for step in range(3):
-            if rank == 1 and step == 2:
-                processes[1].process.kill()
-                processes[1].process.wait()
             path = str(tmp_path / f"{step}")
-            processes[rank].write({"step": step}, path, suffix="-c").result(60)
+            if rank == 0:
+                writer.write(path, {"step": step}, suffix="-c")
+                continue
+            if step == 2:
+                process.process.kill()
+                process.process.wait()
+            process.write({"step": step}, path, suffix="-c").result(60)
 
     assert together(2, save) == [None, None]
     assert load(tmp_path / "2-c")[0] == {"step": 2}
-    for each in processes:
-        each.close()
+    process.close()
 
 
 @pytest.mark.usefixtures("foreground")
@@ -256,36 +264,30 @@ def test_close_abandons_saves_after_its_timeout(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def no_writer(rank_info, reason):
-    del rank_info
-    raise ValueError(reason)
-
-
-def test_writer_process_that_cannot_start_names_the_cause(tmp_path):
-    process = make_process(writer=no_writer, arguments={"reason": "no ink"})
-    with checkpointer(process) as made:
-        _, writing = made.save(str(tmp_path / "c"), {"step": 1})
-        with pytest.raises(SaveFailed, match="could not start: ValueError: no ink") as raised:
-            writing.result(60)
-        assert "in no_writer" in str(raised.value.__cause__)
-        assert process.process_creation_future.exception() is not None
-    process.close()
-    with pytest.raises(InvalidArgument, match="must be picklable"):
-        make_process(writer=lambda rank_info: rank_info)
-
-
-def second_time(rank_info, marker):
-    """Return a writer, but raise on the first attempt, as on an overloaded machine."""
-    if not os.path.exists(marker):
-        Path(marker).touch()
-        raise TimeoutError("too busy")
+def third_time(rank_info, attempts):
+    """Return a writer, but raise on the first two attempts, as on an overloaded machine."""
+    count = len(os.listdir(attempts))
+    Path(attempts, str(count)).touch()
+    if count < 2:
+        raise TimeoutError(f"too busy for attempt {count}")
     return any_size(rank_info)
 
 
-def test_failed_start_of_the_writer_is_retried(tmp_path):
+def test_failed_start_of_the_writer_names_the_cause_and_is_retried(tmp_path):
     """Other ranks would wait for this one until the timeout."""
-    process = make_process(writer=second_time, arguments={"marker": str(tmp_path / "marker")})
-    assert "too busy" in str(process.process_creation_future.exception(60))
+    (tmp_path / "attempts").mkdir()
+    process = make_process(writer=third_time, arguments={"attempts": str(tmp_path / "attempts")})
+    assert "too busy for attempt 0" in str(process.process_creation_future.exception(60))
     with checkpointer(process) as made:
+        _, writing = made.save(str(tmp_path / "c"), {"step": 1})
+        cause = "could not start: TimeoutError: too busy for attempt 1"
+        with pytest.raises(SaveFailed, match=cause) as raised:
+            writing.result(60)
+        assert "in third_time" in str(raised.value.__cause__)
         made.save(str(tmp_path / "c"), {"step": 1})[1].result(60)
     process.close()
+
+
+def test_functions_for_the_writer_process_must_be_picklable():
+    with pytest.raises(InvalidArgument, match="must be picklable"):
+        make_process(writer=lambda rank_info: rank_info)

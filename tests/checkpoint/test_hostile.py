@@ -1,7 +1,7 @@
 """Fuzzing of corrupted and malicious files: a clear error, and no state is touched.
 
-The suite runs a few thousand inputs, and with PHALANX_SOAK set (``make soak``) many more. Every
-input is derived from a number, which a failure reports.
+The suite runs 2,000 inputs, half of them in ``make test-slow``, and with PHALANX_SOAK set
+(``make soak``) many more. Every input is derived from a number, which a failure reports.
 """
 
 import json
@@ -12,6 +12,7 @@ import shutil
 import pytest
 import torch
 
+from cases import in_two_suites
 from phalanx.checkpoint import PerRank
 from phalanx.errors import CheckpointNotFound, DamagedCheckpoint, MissingKeys, StateMismatch
 
@@ -130,7 +131,7 @@ def mutate(files, number):
     return files
 
 
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("share", in_two_suites(SHARES))
 def test_corrupted_checkpoints_are_rejected(original, tmp_path, share):
     folder = tmp_path / "around" / "c"
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Writer processes for tests: four, reused for any world size."""
+"""Writer processes for tests, reused for any world size."""
 
 import os
 import signal
@@ -71,13 +71,27 @@ def checkpointer(process, rank=0, size=1, *, in_background=True):
         stager.close()
 
 
+class Writers:
+    """Writer processes by rank. Each imports torch, so it is started when a test asks for it."""
+
+    def __init__(self):
+        self._started = {}
+
+    def __getitem__(self, rank):
+        if rank not in self._started:
+            self._started[rank] = make_process(rank, 3)
+        return self._started[rank]
+
+    def close(self):
+        for each in self._started.values():
+            each.close()
+
+
 @pytest.fixture(scope="module")
 def writers():
-    """Yield four writer processes, which start while the first tests run."""
-    made = [make_process(rank, 4) for rank in range(4)]
+    made = Writers()
     yield made
-    for each in made:
-        each.close()
+    made.close()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from cases import over_cases
 from phalanx.errors import RankMismatch
 
 from .whole import (
@@ -17,7 +18,6 @@ from .whole import (
     compare,
     everywhere,
     mlp,
-    over_cases,
     several,
     share,
     squares,

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from cases import in_turn
 from phalanx.ddp import DDP
 
 from .whole import (
@@ -20,7 +21,8 @@ from .whole import (
     wrapped,
 )
 
-both_kinds = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+KINDS = {"reentrant": True, "not": False}
+both_kinds = pytest.mark.parametrize("reentrant", KINDS.values(), ids=KINDS)
 
 
 class Layers(nn.Module):
@@ -48,9 +50,7 @@ TIMES = {
 }
 
 
-@everywhere
-@both_kinds
-@pytest.mark.parametrize("times", TIMES)
+@in_turn("shm-2", "local-4", reentrant=KINDS, times=list(TIMES))
 def test_checkpointed_layers(group, reentrant, times):
     def loss(module, rows, step, rank):
         return module(rows, *TIMES[times](step, rank)).square().mean()

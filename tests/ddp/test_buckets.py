@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
+from cases import over_cases
 from phalanx.ddp import DDP
 from phalanx.groups import new_group
 
-from .whole import TINY, batch, everywhere, launched, mlp, over_cases, share, squares, train
+from .whole import TINY, batch, everywhere, launched, mlp, share, squares, train
 
 MIB = 1 << 20
 

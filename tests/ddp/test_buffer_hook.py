@@ -10,10 +10,11 @@ from torch import nn
 from torch.futures import Future
 
 import phalanx
+from cases import over_cases
 from phalanx.ddp import DDP, _BufferCommHookLocation
 from phalanx.errors import GroupError, HookError
 
-from .whole import ROWS, batch, compare, everywhere, mlp, over_cases, seeded, share, squares
+from .whole import ROWS, batch, compare, everywhere, mlp, seeded, share, squares
 
 BEFORE, AFTER = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
 both_times = pytest.mark.parametrize("location", [BEFORE, AFTER], ids=["before", "after"])

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import 
 from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
+from cases import in_turn, over_cases
 from phalanx.ddp import DDP, GradBucket
 from phalanx.ddp.hooks import allreduce_hook, noop_hook
 from phalanx.errors import (
@@ -40,7 +41,6 @@ from .whole import (
     assert_same_gradients,
     batch,
     mlp,
-    over_cases,
     several,
     share,
     squares,
@@ -105,9 +105,12 @@ class Branching(nn.Module):
         return self.second(hidden) if both else hidden
 
 
-@several
-@pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("way", ["plain", "unused", "accumulated", "weighted"])
+@in_turn(
+    "local-2",
+    "shm-4",
+    kind=list(OPTIONS),
+    way=["plain", "unused", "accumulated", "weighted"],
+)
 def test_mean_hook_combined_with_other_features(group, kind, way):
     """A hook that computes the mean changes no result, whatever other features are on."""
 

@@ -9,25 +9,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import phalanx
+from cases import over_cases
 from phalanx import groups
 from phalanx.ddp import DDP, DistributedDataParallel
 from phalanx.errors import InvalidType
 from phalanx.mesh import init_device_mesh
 from phalanx.testing import over_groups
 
-from .whole import (
-    TINY,
-    alone,
-    batch,
-    everywhere,
-    mlp,
-    operations,
-    over_cases,
-    seeded,
-    share,
-    squares,
-    train,
-)
+from .whole import TINY, alone, batch, everywhere, mlp, operations, seeded, share, squares, train
 
 
 def test_signature_starts_with_torchs_parameters():

@@ -284,22 +284,22 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-@pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+@pytest.mark.parametrize(
+    ("backend", "keeps"), [("gloo", True), ("shm", False)], ids=["gloo-views", "shm-own"]
+)
 def test_gradients_match_the_unsharded_model(ranks, backend, keeps):
     ranks.run(on_mesh, 4, args=(backend, "trains", keeps))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize(
-    "name",
+    ("backend", "name"),
     [
-        "accumulates",
-        "weighs_nothing",
-        "leaves_out",
-        "takes_a_hook",
-        "computes_in_low_precision",
-        "reduces_in_low_precision",
+        ("gloo", "accumulates"),
+        ("shm", "weighs_nothing"),
+        ("gloo", "leaves_out"),
+        ("shm", "takes_a_hook"),
+        ("gloo", "computes_in_low_precision"),
+        ("shm", "reduces_in_low_precision"),
     ],
 )
 def test_features_with_dtensor_parameters(ranks, backend, name):

@@ -1,11 +1,10 @@
 """Combinations of communication hooks, mixed precision and optimizers."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
 
+from cases import pairwise
 from phalanx.ddp import DDP, MixedPrecision, ShardedOptimizer
 from phalanx.ddp.hooks import allreduce_hook
 from phalanx.join import Join
@@ -96,12 +95,9 @@ def train_whole(way, size):
 @several
 @pytest.mark.parametrize("way", ["accumulated", "unused", "uneven"])
 def test_feature_combinations(group, way):
-    """Each world size runs half of the combinations."""
     whole = train_whole(way, group.size())
-    every = list(itertools.product((False, True), (False, True), range(3), (False, True)))
-    half = [each for each in every if sum(each) % 2 == (group.size() == 4)]
-    for hook, low, which, views in half:
-        stepping = STEPPING[which]
+    either = (False, True)
+    for hook, low, stepping, views in pairwise([either, either, STEPPING, either]):
         module = train(group, way, hook=hook, low=low, stepping=stepping, views=views)
         told = f"hook {hook}, low {low}, {stepping}, views {views}"
         for mine, theirs in zip(module.parameters(), whole.parameters(), strict=True):

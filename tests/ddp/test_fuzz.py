@@ -1,8 +1,8 @@
 """Random training programs, compared with a single process and with torch's DDP.
 
-The suite runs about a hundred programs from fixed seeds; with PHALANX_SOAK set (``make soak``)
-it runs thousands from new seeds. `ddp.fuzz` defines a program. A failure is shrunk and prints
-how to reproduce it.
+The suite runs about a hundred programs from fixed seeds, half of them in ``make test-slow``; with
+PHALANX_SOAK set (``make soak``) it runs thousands from new seeds. `ddp.fuzz` defines a program. A
+failure is shrunk and prints how to reproduce it.
 """
 
 import os
@@ -13,6 +13,7 @@ from itertools import groupby
 import pytest
 import torch
 
+from cases import in_two_suites
 from phalanx.testing import ThreadRanks
 
 from .fuzz import check
@@ -57,7 +58,7 @@ def report(failure, runner):
     pytest.fail(str(shrink(failure, runner)), pytrace=False)
 
 
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("share", in_two_suites(SHARES))
 def test_programs_on_threads(threads, share):
     for seed in range(START + share * COUNT, START + (share + 1) * COUNT):
         program = program_of(seed)

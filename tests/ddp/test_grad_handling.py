@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from cases import in_turn
 from phalanx.ddp import DDP
 
 from .whole import (
     TINY,
+    VIEWS,
     assert_same_gradients,
     batch,
     both,
@@ -238,10 +240,13 @@ class Convolution(nn.Sequential):
         return rows
 
 
-@on_pairs
-@both_ways
-@pytest.mark.parametrize("is_clear", [True, False], ids=["clear", "kept"])
-@pytest.mark.parametrize("conversion", CONVERSIONS)
+@in_turn(
+    "local-2",
+    "shm-2",
+    conversion=list(CONVERSIONS),
+    is_clear={"clear": True, "kept": False},
+    keeps=VIEWS,
+)
 def test_a_module_that_is_converted_between_steps(group, keeps, is_clear, conversion):
     """A conversion replaces the data of parameters, and of the gradients that they have."""
     ddp, whole = wrapped(Convolution, group, gradient_as_bucket_view=keeps)

@@ -13,15 +13,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from cases import in_turn
 from phalanx.ddp import DDP
 
 from .whole import (
+    CAPS,
     ROWS,
     TINY,
+    VIEWS,
     assert_close,
     batch,
     both_caps,
-    both_ways,
     launched,
     mlp,
     on_pairs,
@@ -82,11 +84,7 @@ def step_clamped(ddp, group, step, before=lambda: None):
     ddp.zero_grad()
 
 
-@on_pairs
-@both_ways
-@both_caps
-@pytest.mark.parametrize("kind", [on_tensor, on_node])
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@in_turn("local-2", "shm-2", steps=[0, 1, 3], kind=[on_tensor, on_node], cap=CAPS, keeps=VIEWS)
 def test_hook_registered_after_some_steps(group, steps, kind, cap, keeps):
     ddp = DDP(seeded(mlp), process_group=group, bucket_cap_mb=cap, gradient_as_bucket_view=keeps)
     for step in range(steps):
@@ -98,10 +96,7 @@ def test_hook_registered_after_some_steps(group, steps, kind, cap, keeps):
         step_clamped(ddp, group, step)
 
 
-@on_pairs
-@both_caps
-@pytest.mark.parametrize("kind", [on_tensor, on_node])
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@in_turn("local-2", "shm-2", steps=[0, 1, 3], kind=[on_tensor, on_node], cap=CAPS)
 def test_hook_registered_between_forward_and_backward(group, steps, kind, cap):
     ddp = DDP(seeded(mlp), process_group=group, bucket_cap_mb=cap)
     for step in range(steps):

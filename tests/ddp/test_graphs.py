@@ -1,8 +1,9 @@
 """Autograd graphs: unused parameters, several passes, penalties, several modules."""
 
-import pytest
 import torch
 from torch import nn
+
+from cases import in_turn
 
 from .whole import (
     TINY,
@@ -52,8 +53,7 @@ CHOICES = {
 }
 
 
-@everywhere
-@pytest.mark.parametrize("choose", CHOICES)
+@in_turn("shm-2", "local-4", choose=list(CHOICES))
 def test_parameters_used_on_some_ranks_or_steps(group, choose):
     def loss(module, rows, step, rank):
         return module(rows, *CHOICES[choose](step, rank)).square().mean()

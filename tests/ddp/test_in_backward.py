@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_value_
 
+from cases import in_turn
 from phalanx.ddp import DDP
 from phalanx.ddp.hooks import allreduce_hook
 from phalanx.errors import InvalidArgument, InvalidState, InvalidType
@@ -37,9 +38,7 @@ KINDS = [
 WAYS = ["plain", "accumulated", "hooked", "clipped"]
 
 
-@several
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("how", [fused, applied])
+@in_turn("local-2", "shm-4", way=WAYS, how=[fused, applied])
 def test_same_result_as_a_step_after_backward(group, way, how):
     turn = WAYS.index(way) + (how is fused)  # alternate optimizers over the cases
     optimizer_class, options = KINDS[turn % 2]

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from cases import over_cases
 from phalanx.ddp import MixedPrecision
 from phalanx.errors import InvalidArgument, InvalidState, RankMismatch
 from phalanx.testing import over_groups
@@ -23,7 +24,6 @@ from .whole import (
     everywhere,
     mlp,
     on_pairs,
-    over_cases,
     several,
     share,
     squares,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from cases import in_turn
 from phalanx.ddp import DDP, MixedPrecision
 from phalanx.ddp.hooks import allreduce_hook
 from phalanx.errors import InvalidArgument, InvalidState, InvalidType
@@ -58,9 +59,7 @@ WAYS = ["plain", "unused", "accumulated", "weighted", "hooked", "copies"]
 RECOMPUTE = {"kept": None, "reentrant": True, "recomputed": False}
 
 
-@several
-@pytest.mark.parametrize("name", RECOMPUTE)
-@pytest.mark.parametrize("way", WAYS)
+@in_turn("local-2", "shm-4", name=list(RECOMPUTE), way=WAYS)
 def test_mixed_precision_combined_with_other_features(group, name, way):
     recompute = RECOMPUTE[name]
     turn = WAYS.index(way) + list(RECOMPUTE).index(name)  # alternate reduce_dtype over the cases

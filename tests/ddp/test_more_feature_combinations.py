@@ -5,11 +5,12 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from cases import in_turn
 from phalanx.ddp import DDP, MixedPrecision
 from phalanx.ddp.hooks import allreduce_hook, bf16_compress_hook
 from phalanx.testing import over_groups
 
-from .whole import TINY, assert_close, batch, over_cases, seeded, share
+from .whole import TINY, assert_close, batch, seeded, share
 
 
 class Counting(nn.Module):
@@ -74,29 +75,28 @@ def run(ddp, group):
     return seen
 
 
-def check(feature, group, names):
+def check(feature, group, name):
     """Compare a DDP module that has the feature with one that does not."""
-    for name in names:
-        options, hook = SETTINGS.get(name, {}), HOOKS.get(name)
-        pair = (
-            special(feature, seeded(Counting), group, **options),
-            DDP(seeded(Counting), process_group=group, **options),
-        )
-        if hook is not None:
-            for ddp in pair:
-                ddp.register_comm_hook(None, hook)
-        for mine, theirs in zip(*(run(ddp, group) for ddp in pair), strict=True):
-            assert_close(mine, theirs, name, rtol=1e-6 if name != "bf16" else 1e-2)
+    options, hook = SETTINGS.get(name, {}), HOOKS.get(name)
+    pair = (
+        special(feature, seeded(Counting), group, **options),
+        DDP(seeded(Counting), process_group=group, **options),
+    )
+    if hook is not None:
+        for ddp in pair:
+            ddp.register_comm_hook(None, hook)
+    for mine, theirs in zip(*(run(ddp, group) for ddp in pair), strict=True):
+        assert_close(mine, theirs, name, rtol=1e-6 if name != "bf16" else 1e-2)
 
 
-@over_cases("local-2", "shm-4", timeout=20)
-@pytest.mark.parametrize("feature", ["delay", "buffers"])
-def test_delay_and_buffer_hook_change_no_gradient(group, feature):
-    check(feature, group, [*SETTINGS, *HOOKS])
+@in_turn("local-2", "shm-4", timeout=20, feature=["delay", "buffers"], name=[*SETTINGS, *HOOKS])
+def test_delay_and_buffer_hook_change_no_gradient(group, feature, name):
+    check(feature, group, name)
 
 
 @pytest.mark.slow
 @over_groups(backends=("shm",), sizes=(2,), timeout=40, reuse=True)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of which the compiler asks
 def test_torch_compile_changes_no_gradient(group):
-    check("compile", group, ["own", "low", "allreduce"])
+    for name in ("own", "low", "allreduce"):
+        check("compile", group, name)

@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 
+from cases import over_cases
 from phalanx.errors import GroupError, RankMismatch
 from phalanx.testing import over_groups
 
@@ -15,7 +16,6 @@ from .whole import (
     compare,
     everywhere,
     mlp,
-    over_cases,
     share,
     squares,
     wrapped,

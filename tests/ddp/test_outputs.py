@@ -3,9 +3,10 @@
 import collections
 import dataclasses
 
-import pytest
 import torch
 from torch import nn
+
+from cases import in_turn
 
 from .whole import TINY, everywhere, train
 
@@ -61,8 +62,7 @@ class Outputs(nn.Module):
         return self.pack(self.a(hidden), self.b(hidden))
 
 
-@everywhere
-@pytest.mark.parametrize("shape", SHAPES)
+@in_turn("shm-2", "local-4", shape=list(SHAPES))
 def test_outputs_of_any_structure_used_in_part_or_in_full(group, shape):
     def loss(module, rows, step, rank):
         a, b = SHAPES[shape][1](module(rows))

@@ -3,22 +3,13 @@
 import pytest
 import torch
 
+from cases import over_cases
 from phalanx.ddp import DDP, StepStats
 from phalanx.errors import RankMismatch
 from phalanx.testing import over_groups
 
 from .test_parameter_kinds import Mixed
-from .whole import (
-    TINY,
-    batch,
-    everywhere,
-    mlp,
-    on_every_backend,
-    over_cases,
-    share,
-    squares,
-    wrapped,
-)
+from .whole import TINY, batch, everywhere, mlp, on_every_backend, share, squares, wrapped
 
 
 def spoil(module, rank):

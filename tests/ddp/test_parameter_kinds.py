@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
+from cases import over_cases
 from phalanx.ddp import DDP
 
 from .models import Waves
@@ -20,7 +21,6 @@ from .whole import (
     compare,
     everywhere,
     mlp,
-    over_cases,
     share,
     squares,
     train,

@@ -4,9 +4,10 @@ import torch
 from torch import nn
 from torch.autograd.profiler import profile
 
+from cases import over_cases
 from phalanx.ddp import DDP
 
-from .whole import TINY, on_pairs, over_cases
+from .whole import TINY, on_pairs
 
 PREFIX = "DistributedDataParallel."
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from cases import over_cases
 from phalanx.ddp import DDP
 from phalanx.errors import CollectiveTimeout, GroupError, RankMismatch
 from phalanx.testing import over_groups
@@ -19,7 +20,6 @@ from .whole import (
     everywhere,
     mlp,
     operations,
-    over_cases,
     several,
     share,
     squares,

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from cases import over_cases
 from phalanx.ddp import DDP, SyncBatchNorm
 from phalanx.groups import process_group
 from phalanx.testing import over_groups
@@ -28,7 +29,7 @@ from .whole import (
 )
 from .whole import batch as rows_of_all
 
-everywhere = over_groups(sizes=(2, 4), reuse=True)
+everywhere = over_cases("local-2", "shm-4", "gloo-2")
 on_pairs = over_groups(sizes=(2,), backends=("local", "shm"), reuse=True)
 LONG = timedelta(seconds=60)
 CHANNELS = 3

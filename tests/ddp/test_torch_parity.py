@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from cases import in_turn
 from phalanx.ddp import DDP
 
 from .models import Images, Waves, Words, encoder
@@ -21,7 +22,7 @@ from .test_activation_checkpointing import Layers
 from .test_graphs import CHOICES, Choice
 from .test_outputs import SHAPES, Outputs
 from .test_parameter_kinds import Mixed, Tied
-from .whole import TINY, assert_close, batch, inner, mlp, seeded, several, share, squares
+from .whole import TINY, assert_close, batch, inner, mlp, seeded, share, squares
 
 UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
@@ -251,9 +252,8 @@ def learn(module):
                 parameter.sub_(parameter.grad, alpha=0.1)
 
 
-@several
+@in_turn("local-2", "shm-4", name=list(CASES))
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
-@pytest.mark.parametrize("name", CASES)
 def test_gradients_and_buffers_match_torchs_ddp(group, name):
     case = CASES[name]
     pair = wrap_both(case, group)

@@ -13,7 +13,7 @@ from phalanx.ddp import DDP, SyncBatchNorm
 from .whole import ROWS, TINY, assert_close, batch, on_every_backend, seeded
 
 any_data = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.differing_executors]
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.differing_executors]
 )
 EPOCHS = 2
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from cases import over_cases
 from phalanx.ddp import DDP
 from phalanx.ddp.hooks import allreduce_hook
 from phalanx.errors import InvalidState
@@ -26,7 +27,6 @@ from .whole import (
     mlp,
     on_pairs,
     operations,
-    over_cases,
     seeded,
     share,
     squares,

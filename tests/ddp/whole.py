@@ -11,31 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from cases import over_cases
 from phalanx.ddp import DDP
 from phalanx.testing import over_groups
-
-
-def over_cases(*cases, **options):
-    """Parametrize a test body over pairs of backend and world size, such as ``"shm-2"``.
-
-    Backend and world size are independent, so a few pairs cover as much as the product.
-    """
-    backends, sizes = zip(*(case.split("-") for case in cases), strict=True)
-    options = {"reuse": True, "timeout": 30, **options}
-    product = over_groups(
-        backends=tuple(dict.fromkeys(backends)),
-        sizes=tuple(dict.fromkeys(map(int, sizes))),
-        **options,
-    )
-
-    def decorate(body):
-        test = product(body)
-        (mark,) = test.pytestmark[-1:]
-        mark.args[1][:] = [over for over in mark.args[1] if str(over) in cases]
-        return test
-
-    return decorate
-
 
 everywhere = over_cases("local-1", "shm-2", "local-4")
 """The default: threads and processes, world sizes 1, 2 and 4."""
@@ -47,10 +25,12 @@ on_every_backend = over_cases("local-4", "shm-2", "shm-4", "gloo-2", timeout=60)
 """For bodies whose collectives differ between backends, such as leave and shadow."""
 alone = over_groups(backends=("local",), sizes=(1,))
 """For bodies that make no collective."""
-both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+VIEWS = {"views": True, "own": False}
+both_ways = pytest.mark.parametrize("keeps", VIEWS.values(), ids=VIEWS)
 """``gradient_as_bucket_view``."""
 TINY = 1e-6  # MiB: every parameter has a bucket of its own
-both_caps = pytest.mark.parametrize("cap", [TINY, 25], ids=["many", "one"])
+CAPS = {"many": TINY, "one": 25}
+both_caps = pytest.mark.parametrize("cap", CAPS.values(), ids=CAPS)
 """``bucket_cap_mb``."""
 
 ROWS = 4  # per rank and step

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 
 from phalanx.testing import ThreadRanks
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=25, deadline=None)
 four = ThreadRanks(4)
 
 WHOLE = st.integers(-1000, 1000)

@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -571,18 +569,6 @@ def test_a_death_during_rendezvous_names_the_rank(ranks):
     strike = Fault("form:requested", kill(), rank=1)
     outcome = ranks.run(die_while_forming, 2, faults=[strike], timeout=25)
     assert isinstance(outcome[1], Died)
-
-
-def test_import_starts_no_thread_and_changes_no_environment():
-    code = """
-import threading, logging, os
-before = dict(os.environ)
-import phalanx, phalanx.groups
-assert threading.active_count() == 1, threading.enumerate()
-assert dict(os.environ) == before
-assert not logging.getLogger("phalanx").handlers
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # -- a rank that fails during rendezvous and stays alive -------------------------------------

@@ -132,7 +132,6 @@ def found_by_ranks(scarce, what):
     return scarce[what]["found"]
 
 
-@pytest.mark.slow
 def test_a_file_is_used_if_dev_shm_is_small_and_memfd_is_denied(scarce):
     expected = {"backend": "shm", "sum": [2.0]}
     assert found_by_ranks(scarce, "a file will do") == [expected] * 2

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 import phalanx
+from cases import over_cases
 from phalanx import errors
 from phalanx.groups import process_group
 from phalanx.testing import over_groups
 
-everywhere = over_groups(sizes=(2, 4), reuse=True)
+everywhere = over_cases("local-4", "shm-2", "gloo-4")
 on_pairs = over_groups(sizes=(2,), backends=("local", "shm"), reuse=True)
 LONG = timedelta(seconds=60)
 COUNTS = {"uneven": (3, 1, 4, 2), "one has none": (0, 2, 1, 1), "nobody has any": (0, 0, 0, 0)}

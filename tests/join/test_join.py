@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from cases import over_cases
 from phalanx import errors
 from phalanx.groups import process_group
 from phalanx.join import Join, Joinable
@@ -13,7 +14,7 @@ from phalanx.testing import over_groups
 from .counting import Counter, take
 from .internals import _join, _JoinConfig
 
-everywhere = over_groups(sizes=(2, 4), reuse=True)
+everywhere = over_cases("local-4", "shm-2", "gloo-4")
 on_pairs = over_groups(sizes=(2,), reuse=True)
 apart = over_groups(sizes=(2,))
 """For bodies that leave the group broken."""

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import phalanx
+from cases import over_cases
 from phalanx import errors
 from phalanx.join import Join
 from phalanx.testing import over_groups
 
 from .counting import Counter, take
 
-everywhere = over_groups(sizes=(2, 4), reuse=True)
+everywhere = over_cases("local-4", "shm-2", "gloo-4")
 on_pairs = over_groups(sizes=(2,), reuse=True)
-apart = over_groups(sizes=(3, 4))
+apart = over_cases("local-3", "shm-4", "gloo-3", reuse=False)
 """For bodies that leave the group broken."""
 
 

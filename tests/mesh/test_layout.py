@@ -3,8 +3,6 @@
 import itertools
 import math
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from phalanx.errors import InvalidArgument, InvalidType
 from phalanx.mesh import layout as module
 from phalanx.mesh.layout import FlatLayout, MeshLayout
 
-LAW = settings(max_examples=100, deadline=None)
+LAW = settings(max_examples=50, deadline=None)
 
 # --- Strategies ---
 
@@ -428,11 +426,6 @@ def test_queries_on_a_very_large_mesh_do_not_enumerate_it():
     assert not mesh.has_repeats()
     assert mesh.check_orthogonal()
     assert mesh.flatten().numel() == mesh.cosize() == 2**60
-
-
-def test_layouts_do_not_import_torch():
-    code = "import sys, phalanx.mesh.layout; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # --- Errors ---

@@ -1,6 +1,7 @@
 """Our mesh in torch's DTensor, tensor parallelism and FSDP2, and conversion both ways."""
 
 import io
+import itertools
 import pickle
 from datetime import timedelta
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -256,17 +256,18 @@ def test_interop_on_torchs_default_group(ranks, body):
     ranks.run(on_default_group, 4, args=(body,))
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize(
-    "body",
-    [*BODIES, is_loaded_with_weights_only],
-    ids=lambda b: b.__name__,
+    ("body", "backend"),
+    list(zip([*BODIES, is_loaded_with_weights_only], itertools.cycle(["shm", "gloo"]))),
+    ids=lambda each: getattr(each, "__name__", each),
 )
 def test_interop_on_our_group(ranks, body, backend):
     ranks.run(on_our_group, 4, args=(body, backend))
 
 
 def test_a_functional_collective_is_compiled_once():
+    from torch._dynamo.testing import CompileCounter  # takes a second
+
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

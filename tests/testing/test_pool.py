@@ -226,10 +226,12 @@ def convert_without_descriptors(ctx):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_new_rank_converts_tensors_without_descriptors():
+def test_a_new_rank_converts_tensors_without_descriptors(ranks):
     """torch detects the CPU once per process; a failure would outlast the body that caused it."""
-    with RankPool(1) as pool:
-        assert pool.run(convert_without_descriptors) == [4.0]
+    (pid,) = pids(ranks, 1)
+    os.kill(pid, 9)
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
+    assert ranks.run(convert_without_descriptors, 1) == [4.0]
 
 
 def test_large_output_does_not_block_a_rank(ranks, capfd):

@@ -3,11 +3,12 @@
 import torch
 from torch.nn import Parameter
 
+from cases import over_cases
 from phalanx.testing import over_groups
 
 from ..internals import GradBucket
 
-everywhere = over_groups(backends=("local", "shm"), sizes=(2, 4), reuse=True)
+everywhere = over_cases("local-4", "shm-2")
 """Threads and processes, world sizes 2 and 4."""
 on_threads = over_groups(backends=("local",), sizes=(2, 4))
 """For tests that do not depend on shared memory."""

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -59,6 +58,8 @@ APART = {
 
 
 def data():
+    from sklearn.datasets import load_digits  # takes more than a second
+
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(digits.data, dtype=torch.float32)[order] / 16

@@ -557,3 +557,34 @@ def test_no_warning_is_issued_for_an_ordinary_run():
                     micro.backward(cross_entropy(run.model(inputs), labels))
 
     on_threads(body, 1)
+
+
+def count_calls_before_the_last_gradient(ctx):
+    with torch_settings():
+        module = nn.Sequential(*(nn.Linear(200, 200) for _ in range(5)))
+        group = ctx.group("shm")
+        run = small_run(group, module, bucket_cap_mb=0.1)
+        counts = {}
+
+        def count(_):  # the gradient of the first layer arrives last
+            counts[place] = len(group.records())
+
+        module[0].weight.register_hook(count)
+        for step in run.steps(3):
+            for micro in step.micro_batches():
+                place = step.number, micro.number
+                before = len(group.records())
+                micro.backward(module(torch.ones(1, 200)).sum())
+                counts[place] -= before
+            run.optimizers[0].zero_grad()
+        return counts
+
+
+def test_the_reduction_overlaps_with_the_backward_pass_of_the_last_micro_batch(ranks):
+    """From the second step on, when the order of gradients is known, and only in the last pass."""
+    for rank, counts in enumerate(ranks.run(count_calls_before_the_last_gradient, 2)):
+        first, last = 2 * rank, 2 * rank + 1
+        assert [counts[step, first] for step in (1, 2, 3)] == [0, 0, 0]
+        assert counts[1, last] == 0
+        assert counts[2, last] >= 3
+        assert counts[3, last] >= 3

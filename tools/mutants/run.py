@@ -44,7 +44,7 @@ from typing import IO, Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PACKAGES = ("groups", "mesh", "join", "ddp", "checkpoint", "launch", "testing")
+PACKAGES = ("groups", "mesh", "join", "ddp", "checkpoint", "elastic", "launch", "testing")
 LIMIT = 90.0
 """Seconds for the tests of one mutant."""
 MARK = "PHALANX_MUTANT_RUN"

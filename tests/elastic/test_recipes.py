@@ -114,7 +114,7 @@ def reentrant_checkpointing(group):
 
 def compiled(group):
     module = make_module()
-    return simple(group, adam(), module=module, forward=torch.compile(module))
+    return simple(group, adam(), module=module, forward=torch.compile(module, backend="aot_eager"))
 
 
 def channels_last(group):

@@ -54,11 +54,21 @@ def not_compiled(function: Function) -> Function:
 
 @not_compiled
 def exclude_package_from_compiler() -> None:
-    """Make the compiler, if it is loaded, skip all functions of this package."""
+    """Make the compiler, if it is loaded, skip our functions, except those of meshes.
+
+    Compiled programs call methods of meshes, which it traces.
+    """
     if not _excluded_packages and "torch._dynamo" in sys.modules:
         package = __name__.partition(".")[0]
-        torch._dynamo.trace_rules.add(package)
+        for name in _SKIPPED_BY_COMPILER:
+            torch._dynamo.trace_rules.add(f"{package}.{name}")
         _excluded_packages.add(package)
+
+
+_SKIPPED_BY_COMPILER = (
+    *("_faultpoints", "_formatting", "checkpoint", "ddp", "elastic", "env", "errors"),
+    *("groups", "join", "launch", "native", "testing"),
+)
 
 
 def compilable(module: Callable[..., Any]) -> Callable[..., Any]:

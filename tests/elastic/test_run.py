@@ -588,3 +588,34 @@ def test_the_reduction_overlaps_with_the_backward_pass_of_the_last_micro_batch(r
         assert counts[1, last] == 0
         assert counts[2, last] >= 3
         assert counts[3, last] >= 3
+
+
+def test_reentrant_checkpointing_in_some_micro_batches():
+    """Once it was seen, gradients are folded after backward, since any may be accumulated again."""
+
+    def body(group):
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+        run = small_run(group, module, micro_batches=4)
+
+        def loss(micro):
+            x = torch.ones(2, 300, requires_grad=True)
+            nested = 0
+            if micro.number % 2 == 0:
+                nested = checkpoint(module[1], x, use_reentrant=True)
+            return (nested + module[1](module[0](x))).sum()
+
+        for step in run.steps(4):
+            for micro in step.micro_batches():
+                micro.backward(loss(micro))
+            gradient = module[1].weight.grad.clone()
+            module.zero_grad()
+        sum(loss(micro_of(number)) for number in range(4)).div(4).backward()
+        torch.testing.assert_close(gradient, module[1].weight.grad)
+        return step.number
+
+    assert on_threads(body, 1) == [4]
+
+
+def micro_of(number):
+    return type("Numbered", (), {"number": number})

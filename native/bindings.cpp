@@ -120,26 +120,28 @@ std::vector<T> as_small(const std::vector<std::int64_t>& numbers) {
   return small;
 }
 
-// A large input must be in the region. Peers may read as many slots as any rank has inputs.
-std::uint64_t issue_ordered(Engine& engine, int type, Address input, std::size_t slot_bytes,
-                         std::size_t slots, std::size_t output_bytes,
-                         const std::vector<std::int64_t>& tree_inputs,
-                         const std::vector<std::int64_t>& merges, double divisor, nb::handle shape,
-                         nb::list started, nb::handle work) {
+// The first of `slots` is for the result, the others are inputs. Large ones must be in the region. Peers
+// may read as many as any rank has inputs.
+std::uint64_t issue_ordered(Engine& engine, int type, Address first_slot, std::size_t slot_bytes,
+                            std::size_t slots, std::size_t output_bytes,
+                            const std::vector<std::int64_t>& tree_inputs,
+                            const std::vector<std::int64_t>& merges, double divisor,
+                            nb::handle shape, nb::list started, nb::handle work) {
   const auto tree = std::make_shared<Tree>();
   tree->inputs = as_small<std::uint16_t>(tree_inputs);
   tree->merges = as_small<std::uint8_t>(merges);
   tree->slot_bytes = slot_bytes;
   const auto most = std::max_element(tree->inputs.begin(), tree->inputs.end());
-  const std::size_t used = most == tree->inputs.end() ? 0 : std::min<std::size_t>(*most, slots);
+  const std::size_t inputs = slots == 0 ? 0 : slots - 1;
+  const std::size_t used = most == tree->inputs.end() ? 0 : std::min<std::size_t>(*most, inputs);
   Request request;
   request.kind = Collective::ordered_allreduce;
   request.reduction = {static_cast<DType>(type), ReduceOp::sum, divisor};
-  request.input = pointer(input);
+  request.outputs.push_back(pointer(first_slot));
+  request.input = request.outputs[0] + slot_bytes;
   request.bytes = used == 0 ? 0 : (used - 1) * slot_bytes + output_bytes;
   request.output_bytes = output_bytes;
   request.fingerprint = fingerprint_of(output_bytes, shape);
-  request.outputs.push_back(request.input);
   request.tree = tree;
   if (const char* const error = engine.tree_error(request)) throw std::invalid_argument(error);
   return start(started, work, [&] { return engine.issue(std::move(request)); });

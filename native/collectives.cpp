@@ -42,7 +42,7 @@ void reduce_bypassing_cache(const Reduction& reduction, std::span<const void* co
   }
 }
 
-// Fills in the inputs of a tree, given the first slot of each rank, and returns their number.
+// Fills in the inputs of a tree, given the first of each rank, and returns their number.
 template <class At>
 std::size_t tree_inputs(const Tree& tree, At&& at, const void* (&inputs)[kMaxTreeInputs]) {
   std::size_t count = 0;
@@ -244,7 +244,7 @@ bool Engine::execute_direct(Operation& operation, std::size_t longest) {
   });
 }
 
-// Each rank sums its slice over the slots of all ranks and stores the result into the first slot of all.
+// Each rank sums its slice over the inputs of all ranks and stores it into the result slots of all.
 bool Engine::sum_tree_directly(Operation& operation) {
   const Request& request = operation.request;
   const Tree& tree = *request.tree;
@@ -252,16 +252,17 @@ bool Engine::sum_tree_directly(Operation& operation) {
   const std::size_t size = size_of(type);
   const Slice own = slice(request.output_bytes / size, size, member_index(), members_.size());
   const std::size_t length = (own.last - own.first) * size;
+  const bool bypass_cache = bypasses_cache(request, request.bytes);
   return for_each_piece(operation, length, [&](std::size_t from, std::size_t to) {
-    const auto place = [&](int rank) {
+    const auto input = [&](int rank) {
       return region_.bytes(descriptor(rank, operation.sequence).offset) + own.first * size + from;
     };
     const void* inputs[kMaxTreeInputs];
-    const std::size_t count = tree_inputs(tree, place, inputs);
+    const std::span<const void* const> in{inputs, tree_inputs(tree, input, inputs)};
     void* outputs[kMaxRanks];
-    for (int rank = 0; rank < ranks_; ++rank) outputs[rank] = place(rank);
-    sum_tree(type, {inputs, count}, tree.merges, request.reduction.factor,
-             {outputs, static_cast<std::size_t>(ranks_)}, (to - from) / size);
+    for (int rank = 0; rank < ranks_; ++rank) outputs[rank] = input(rank) - tree.slot_bytes;
+    const std::span<void* const> out{outputs, static_cast<std::size_t>(ranks_)};
+    sum_tree(type, in, tree.merges, request.reduction.factor, out, (to - from) / size, bypass_cache);
   });
 }
 
@@ -272,17 +273,19 @@ const char* Engine::tree_error(const Request& request) const {
   if (tree.inputs.size() != static_cast<std::size_t>(ranks_))
     return "tree_inputs must have one number per rank";
   const std::size_t size = size_of(request.reduction.type);
-  const std::size_t slots = *std::max_element(tree.inputs.begin(), tree.inputs.end());
+  const std::size_t most = *std::max_element(tree.inputs.begin(), tree.inputs.end());
   const std::size_t count = std::accumulate(tree.inputs.begin(), tree.inputs.end(), std::size_t{0});
   if (count != tree.merges.size()) return "merges must have one number per input of the tree";
   if (!is_tree(tree.merges)) return "merges must leave one sum: see sum_tree";
   if (request.output_bytes % size != 0 || tree.slot_bytes % size != 0)
     return "slots must have whole elements";
   if (request.output_bytes > tree.slot_bytes) return "the result must fit into a slot";
-  if (request.bytes < (slots - 1) * tree.slot_bytes + request.output_bytes)
-    return "there must be as many slots as any rank has inputs";
-  if (!is_small(request) && region_.offset_of(request.input, request.bytes) == kNever)
-    return "a large input must be in shared memory: see allocate";
+  if (request.bytes < (most - 1) * tree.slot_bytes + request.output_bytes)
+    return "there must be one slot for the result and as many as any rank has inputs";
+  const char* const result = request.outputs[0];
+  if (request.input != result + tree.slot_bytes) return "inputs must follow the slot of the result";
+  if (!is_small(request) && region_.offset_of(result, tree.slot_bytes + request.bytes) == kNever)
+    return "large slots must be in shared memory: see allocate";
   return nullptr;
 }
 

@@ -399,6 +399,7 @@ void Engine::describe(Operation& operation) {
   mine.fingerprint = request.fingerprint;
   mine.offset = region_.offset_of(request.input, request.bytes);
   mine.factor = request.reduction.factor;
+  mine.slot_bytes = request.tree != nullptr ? request.tree->slot_bytes : 0;
   mine.root = request.root;
   mine.kind = request.kind;
   mine.type = request.reduction.type;
@@ -428,10 +429,13 @@ bool Engine::matches_peers(const Operation& operation) {
 }
 
 // In an all-to-all, whether a rank sends as much as this rank has room for. In an ordered all-reduce,
-// whether it has as much memory as this rank, which reads what its own tree says.
+// whether its slots are as many and as long as this rank's, which accesses what its own tree says.
 bool Engine::sizes_match(const Operation& operation, int rank) const {
-  if (operation.request.kind == Collective::ordered_allreduce)
-    return descriptor(rank, operation.sequence).bytes == operation.request.bytes;
+  if (operation.request.kind == Collective::ordered_allreduce) {
+    const Descriptor& theirs = descriptor(rank, operation.sequence);
+    return theirs.bytes == operation.request.bytes &&
+           theirs.slot_bytes == operation.request.tree->slot_bytes;
+  }
   if (operation.request.kind != Collective::alltoall) return true;
   const std::uint64_t* sent = region_.control(rank).splits[operation.sequence % kRingSize];
   const auto me = static_cast<std::size_t>(rank_);

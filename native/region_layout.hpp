@@ -19,7 +19,6 @@
 
 namespace phalanx {
 
-inline constexpr std::size_t kCacheLine = 64;
 inline constexpr std::size_t kPage = 4096;
 inline constexpr int kMaxRanks = 64;
 
@@ -49,6 +48,7 @@ struct alignas(kCacheLine) Descriptor {
   std::uint64_t fingerprint = 0;  // must be equal on all ranks
   std::uint64_t offset = kNever;  // of the input in the region; kNever for ordinary memory
   double factor = 1.0;
+  std::uint64_t slot_bytes = 0;   // of an ordered all-reduce, whose result is in the slot before `offset`
   std::int32_t root = 0;
   Collective kind = Collective::barrier;
   DType type = DType::uint8;

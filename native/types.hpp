@@ -1,4 +1,4 @@
-// Element types and reduce operations.
+// Element types, reduce operations, and constants of all files.
 
 #pragma once
 
@@ -41,6 +41,8 @@ enum class ReduceOp : std::uint8_t {
 };
 
 inline constexpr int kReduceOps = 9;
+
+inline constexpr std::size_t kCacheLine = 64;
 
 // Limits of a sum in the order of a tree: its inputs, and sums that exist at the same time.
 inline constexpr std::size_t kMaxTreeInputs = 2048;

@@ -191,7 +191,7 @@ void run_trees() {
   for (const std::size_t count : {5u, 300u}) {
     std::vector<Buffer> nodes;
     for (int rank = 0; rank < Ranks::kSize; ++rank) {
-      nodes.emplace_back(ranks[rank], 2 * count, true);
+      nodes.emplace_back(ranks[rank], 3 * count, true);
       nodes.back().fill_floats(static_cast<float>(rank + 1));
     }
     ++ticket;

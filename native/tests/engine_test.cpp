@@ -65,7 +65,7 @@ float part(int rank, std::size_t slot, std::size_t i, std::size_t salt) {
          (slot % 2 == 0 ? 0.7f : 700.0f);
 }
 
-// Ranks have unequal numbers of inputs, and one may have none. What is not part of the result stays.
+// Ranks have unequal numbers of inputs, and one may have none. All but the result stays, inputs too.
 void test_ordered_allreduce(int ranks) {
   run(ranks, [&](Engine& engine, int rank) {
     std::size_t salt = 0;
@@ -82,18 +82,21 @@ void test_ordered_allreduce(int ranks) {
           for (const auto number : inputs) all += number;
           const auto merges = some_order(all, salt);
           const double divisor = salt % 2 == 0 ? 3.0 : 4.0;
-          Buffer buffer(engine, most * stride, shared);
-          for (std::size_t i = 0; i < most * stride; ++i)
-            buffer[i] = std::bit_cast<int>(
-                i % stride < count ? part(rank, i / stride, i % stride, salt) : -1.0f);
+          const std::size_t size = (most + 1) * stride;
+          Buffer buffer(engine, size, shared);
+          const auto before = [&](std::size_t i) {
+            const bool is_input = i >= stride && i % stride < count;
+            return is_input ? part(rank, i / stride - 1, i % stride, salt) : -1.0f;
+          };
+          for (std::size_t i = 0; i < size; ++i) buffer[i] = std::bit_cast<int>(before(i));
           Request request = tree_sum(buffer.bytes(), count, stride, inputs, merges, divisor);
           const bool large = request.bytes > tiny().small;
           CHECK((engine.tree_error(request) != nullptr) == (large && !shared));
           if (large && !shared) continue;
           finish(engine, engine.issue(std::move(request)));
           bool right = true;
-          for (std::size_t i = 0; i < most * stride; ++i) {
-            float wanted = i % stride < count ? part(rank, i / stride, i % stride, salt) : -1.0f;
+          for (std::size_t i = 0; i < size; ++i) {
+            float wanted = before(i);
             if (i < count) {
               std::vector<float> values;
               for (int r = 0; r < ranks; ++r)
@@ -111,7 +114,7 @@ void test_ordered_allreduce(int ranks) {
 void test_tree_errors() {
   Region region = Region::create("memfd", 2, tiny());
   Engine engine(region.alias(), 0, 2);
-  Buffer shared(engine, 100, true);
+  Buffer shared(engine, 150, true);
   char* const data = shared.bytes();
   const auto error = [&](const Request& request) { return engine.tree_error(request) != nullptr; };
   CHECK(!error(tree_sum(data, 50, 50, {2, 1}, {0, 0, 2}, 3.0)));
@@ -126,6 +129,10 @@ void test_tree_errors() {
   request.bytes -= 4;
   CHECK(error(request));
   request.bytes += 4;
+  request.input += 4;
+  CHECK(error(request));
+  request.input -= 4;
+  CHECK(!error(request));
   request.reduction.type = DType::int32;
   CHECK(error(request));
   request.reduction.type = DType::float64;
@@ -421,7 +428,7 @@ void test_tree_without_rank(bool excluded) {
     }
     if (excluded) engine.exclude(1);
     for (const std::size_t count : {10u, 300u}) {
-      Buffer buffer(engine, count, true);
+      Buffer buffer(engine, 2 * count, true);
       buffer.fill_floats(2.0f);
       const auto ticket = engine.issue(tree_sum(buffer.bytes(), count, 3));
       const auto result = engine.wait(ticket, 20 * kSecond);
@@ -437,18 +444,19 @@ void test_tree_without_rank(bool excluded) {
 
 // Different orders, divisors or lengths are reported; lengths also if the fingerprints collide.
 void test_tree_mismatch() {
-  for (const int difference : {0, 1, 2})
+  for (const int difference : {0, 1, 2, 3})
     run(2, [&](Engine& engine, int rank) {
-      Buffer buffer(engine, 600, true);
+      Buffer buffer(engine, 800, true);
       buffer.fill_floats(1.0f);
       const bool other = rank == 1;
       Request request = tree_sum(buffer.bytes(), 100, 100, {1, 2},
                                  other && difference == 0 ? std::vector<std::uint8_t>{0, 0, 2}
                                                           : std::vector<std::uint8_t>{0, 1, 1},
                                  other && difference == 1 ? 2.0 : 1.0);
-      if (other && difference == 2) {
+      if (other && difference >= 2) {
         const auto fingerprint = request.fingerprint;
-        request = tree_sum(buffer.bytes(), 100, 200, {1, 3}, {0, 1, 1, 1});
+        request = difference == 2 ? tree_sum(buffer.bytes(), 100, 200, {1, 3}, {0, 1, 1, 1})
+                                  : tree_sum(buffer.bytes(), 200, 200, {1, 1}, {0, 1});
         request.fingerprint = fingerprint;
       }
       const auto result = engine.wait(engine.issue(std::move(request)), 20 * kSecond);
@@ -492,7 +500,7 @@ void test_exclude(std::size_t count, bool shared, bool torn) {
 void test_exclude_in_tree(std::size_t count, bool torn) {
   std::atomic<bool> dead{false};
   run(3, [&](Engine& engine, int rank) {
-    Buffer buffer(engine, count, true);
+    Buffer buffer(engine, 2 * count, true);
     const auto sum = [&] {
       buffer.fill_floats(1.0f);
       return engine.issue(tree_sum(buffer.bytes(), count, 3));
@@ -511,7 +519,8 @@ void test_exclude_in_tree(std::size_t count, bool torn) {
     const auto result = engine.wait(ticket, 20 * kSecond);
     CHECK(result.outcome == (torn ? Outcome::torn : Outcome::finished));
     if (torn) CHECK(result.first == 2);
-    if (!torn) CHECK(buffer.holds_floats(3.0f));
+    if (!torn) CHECK(buffer.holds_slots(3.0f, 1.0f));
+    for (std::size_t i = count; i < 2 * count; ++i) CHECK(buffer[i] == std::bit_cast<int>(1.0f));
     const auto next = engine.wait(sum(), 20 * kSecond);
     CHECK(next.outcome == Outcome::root_left && next.first == 2);
     barrier(engine);

@@ -35,13 +35,13 @@ constexpr int kGarbage = -77'777;
 
 Request in_place_of(Collective kind, Buffer& buffer, int ranks) {
   if (kind == Collective::ordered_allreduce)
-    return tree_sum(buffer.bytes(), buffer.size() / sizeof(float), ranks);
+    return tree_sum(buffer.bytes(), buffer.size() / sizeof(float) / 2, ranks);
   return in_place(kind, buffer, 1);
 }
 
 // Two inputs of ranks 0 and 2, one of the others.
 Request tree_of_four(Buffer& buffer, std::size_t count) {
-  return tree_sum(buffer.bytes(), count / 2, count / 2, {2, 1, 2, 1}, {0, 1, 0, 0, 1, 3});
+  return tree_sum(buffer.bytes(), count / 3, count / 3, {2, 1, 2, 1}, {0, 1, 0, 0, 1, 3});
 }
 
 class Rank {
@@ -111,6 +111,14 @@ class Rank {
     }
   }
 
+  // Whether the inputs of a tree are as they were, even if a death has torn it.
+  bool has_tree_inputs(std::size_t call) {
+    if (calls_[call].kind != Collective::ordered_allreduce) return true;
+    for (std::size_t i = calls_[call].count / 3; i < calls_[call].count; ++i)
+      if (inputs_[call][i] != element(rank_, call)) return false;
+    return true;
+  }
+
   bool alive = true;
   bool aborted = false;
   std::set<int> detached;
@@ -124,15 +132,12 @@ class Rank {
                : value;
   }
 
-  // Given the sum of one input per rank. The second slot stays.
+  // Given the sum of one input per rank.
   bool is_tree_sum(std::size_t call, int sum) {
     const int all = sum + input_value(0, call) + input_value(2, call);
-    const std::size_t count = calls_[call].count;
-    for (std::size_t i = 0; i < count; ++i)
-      if (inputs_[call][i] != (i < count / 2 ? std::bit_cast<int>(static_cast<float>(all))
-                                             : element(rank_, call)))
-        return false;
-    return true;
+    for (std::size_t i = 0; i < calls_[call].count / 3; ++i)
+      if (inputs_[call][i] != std::bit_cast<int>(static_cast<float>(all))) return false;
+    return has_tree_inputs(call);
   }
 
   const int rank_;
@@ -254,6 +259,7 @@ class Simulation {
           right = right && at(rank).is_correct(call, members);
         else
           ++torn;
+        right = right && at(rank).has_tree_inputs(call);
       }
       agree = agree && outcomes.size() == 1 && named.size() == 1;
     }
@@ -325,6 +331,7 @@ void test_torn_on_all_survivors(Collective kind) {
   for (const std::size_t rank : {0u, 1u, 2u}) {
     const Result result = ranks[rank]->engine.test(1);
     CHECK(result.outcome == Outcome::torn && result.first == 3);
+    CHECK(ranks[rank]->has_tree_inputs(0));
   }
 }
 
@@ -364,8 +371,12 @@ void test_stopped_rank_ends_with_its_piece(Collective kind) {
   mine.fill(1);
   theirs.fill(2);
   const auto ticket = zero.issue(in_place_of(kind, mine, 2));
-  // Rank 1 stores the second half in all these collectives; page 12 is in it.
+  // Rank 1 stores the second half in all these collectives; page 12 is in it. Of a tree that is the second
+  // half of the result, which is half of the buffer, and page 12 is the input of its first page.
   constexpr std::size_t kAt = 12 * kInPage;
+  const bool is_tree = kind == Collective::ordered_allreduce;
+  const std::size_t stored = is_tree ? kAt - kInts / 2 : kAt;
+  const auto in_piece = [](std::size_t i, std::size_t at) { return i >= at && i < at + kInPiece; };
   Trap trap(theirs.bytes() + kAt * sizeof(int));
   std::uint64_t other = 0;
   std::thread peer([&] { other = one.issue(in_place_of(kind, theirs, 2)); });
@@ -374,14 +385,14 @@ void test_stopped_rank_ends_with_its_piece(Collective kind) {
   zero.abort();  // waits until its timeout
   CHECK(!zero.is_quiescent());
   for (std::size_t i = 0; i < kInts; ++i)
-    if (i < kAt || i >= kAt + kInPiece) mine[i] = 5;
+    if (!in_piece(i, kAt) && !in_piece(i, stored)) mine[i] = 5;
   trap.release();
   peer.join();
   CHECK(!trap.timed_out());
   CHECK(zero.is_quiescent());
   bool right = true;
   for (std::size_t i = 0; i < kInts; ++i)
-    right = right && (mine[i] == 5 || (i >= kAt && i < kAt + kInPiece));
+    right = right && (mine[i] == 5 || in_piece(i, stored) || (mine[i] == 1 && in_piece(i, kAt)));
   CHECK(right);
   CHECK(zero.test(ticket).outcome == Outcome::aborted);
   CHECK(one.test(other).outcome == Outcome::pending);

@@ -88,8 +88,12 @@ class Buffer {
   void fill_floats(float value) { fill(std::bit_cast<int>(value)); }
   bool holds_floats(float value) const { return holds(std::bit_cast<int>(value)); }
   bool holds(int value) const {
+    return std::all_of(data_, data_ + count_, [&](int each) { return each == value; });
+  }
+  // Whether the result and the only input of a tree have these values.
+  bool holds_slots(float result, float input) const {
     for (std::size_t i = 0; i < count_; ++i)
-      if (data_[i] != value) return false;
+      if (data_[i] != std::bit_cast<int>(i < count_ / 2 ? result : input)) return false;
     return true;
   }
 
@@ -114,14 +118,14 @@ inline Request in_place(Collective kind, Buffer& buffer, int root = 0) {
   return in_place(kind, buffer.bytes(), buffer.size(), root);
 }
 
-// An ordered all-reduce of float32: `count` of every `stride` elements from `data` on are an input.
+// An ordered all-reduce of float32. `count` of every `stride` elements are a slot; the first is the result.
 inline Request tree_sum(char* data, std::size_t count, std::size_t stride,
                         std::vector<std::uint16_t> inputs, std::vector<std::uint8_t> merges,
                         double divisor = 1.0) {
   Request request;
   request.kind = Collective::ordered_allreduce;
   request.reduction = {DType::float32, ReduceOp::sum, divisor};
-  request.input = data;
+  request.input = data + stride * sizeof(float);
   request.output_bytes = count * sizeof(float);
   request.bytes = request.output_bytes +
                   (*std::max_element(inputs.begin(), inputs.end()) - 1u) * stride * sizeof(float);

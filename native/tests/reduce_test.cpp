@@ -259,7 +259,7 @@ void check_tree(const TreeProblem<T>& problem, std::size_t count, std::size_t in
   std::vector<void*> out;
   for (std::size_t r = 0; r < in_place; ++r) out.push_back(buffers[r].data());
   for (auto& other : others) out.push_back(other.data());
-  sum_tree(problem.type, in, problem.merges, problem.divisor, out, count);
+  sum_tree(problem.type, in, problem.merges, problem.divisor, out, count, count % 2 == 0);
   for (std::size_t r = 0; r < buffers.size(); ++r) {
     CHECK(buffers[r].holds(r < in_place ? problem.answer : problem.inputs[r]));
     CHECK(buffers[r].guards_whole());
@@ -267,6 +267,26 @@ void check_tree(const TreeProblem<T>& problem, std::size_t count, std::size_t in
   for (auto& other : others) {
     CHECK(other.holds(problem.answer));
     CHECK(other.guards_whole());
+  }
+}
+
+// Past the cache, into buffers that begin with a cache line.
+template <class T>
+void check_streamed_tree(const TreeProblem<T>& problem, std::size_t count) {
+  auto buffers = lay_out(problem.inputs, count);
+  std::vector<const void*> in;
+  for (auto& buffer : buffers) in.push_back(buffer.data());
+  alignas(kCacheLine) T results[2][640 / sizeof(T)];
+  void* const out[] = {results[0], results[1]};
+  for (auto& result : results) std::memset(static_cast<void*>(result), 0xa5, sizeof result);
+  sum_tree(problem.type, in, problem.merges, problem.divisor, out, count, true);
+  for (auto& result : results) {
+    bool right = true;
+    for (std::size_t i = 0; i < count; ++i) right = right && same(result[i], problem.answer[i]);
+    CHECK(right);
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(result);
+    CHECK(std::all_of(bytes + count * sizeof(T), bytes + sizeof result,
+                      [](unsigned char byte) { return byte == 0xa5; }));
   }
 }
 
@@ -287,6 +307,7 @@ void check_all_trees(const KernelTable& table) {
             for (std::size_t count = 0; count <= longest; count += count < 3 ? 1 : 11 + n) {
               check_tree(problem, count, 0, 1);
               check_tree(problem, count, 1 + count % n, count % 3);
+              check_streamed_tree(problem, count);
             }
             check_tree(problem, longest, n, 0);
           }

@@ -1,9 +1,16 @@
 """Private names used by the tests of this package."""
 
 from phalanx.ddp import _DDPJoinHook, _MixedPrecision
-from phalanx.ddp._buckets import Bucket, ParameterSpec, plan_buckets
+from phalanx.ddp._buckets import (
+    Bucket,
+    BucketOptions,
+    DelayedReduction,
+    ParameterSpec,
+    plan_buckets,
+)
 from phalanx.ddp._comm_hook import GradBucket
-from phalanx.ddp._communicator import sum_rows
+from phalanx.ddp._communicator import Communicator, sum_rows
+from phalanx.ddp._gradient_fold import GradientFold
 from phalanx.ddp._reducer import Reducer
 from phalanx.ddp._sharded_optimizer import BroadcastParameters, SharedParameters, balance_by_size
 from phalanx.ddp._summation_tree import (
@@ -21,7 +28,11 @@ from phalanx.ddp.hooks._sparsification import sample_without_replacement, topk_i
 __all__ = [
     "BroadcastParameters",
     "Bucket",
+    "BucketOptions",
+    "Communicator",
+    "DelayedReduction",
     "GradBucket",
+    "GradientFold",
     "LeafBlock",
     "ParameterSpec",
     "Reducer",

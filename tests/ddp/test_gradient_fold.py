@@ -59,3 +59,14 @@ def test_subtrees_add_up_to_the_same_bits_natively_and_in_torch(dtype, divisor, 
     assert torch.equal(bits(natively), bits(in_torch))
     exact = add_in_order(list(rows.to(torch.complex128)), merges, torch.add) / divisor
     torch.testing.assert_close(in_torch.to(torch.complex128), exact, rtol=0.05, atol=0.2)
+
+
+def test_a_fold_replaces_gradients_that_users_have_pointed_elsewhere():
+    parameters = [Parameter(torch.zeros(5)) for _ in range(3)]
+    bucket = Bucket(0, [0, 1, 2], parameters, torch.zeros(15))
+    into = bucket.flat_views(torch.zeros(15))
+    bucket.grads[1].data = torch.ones(5)
+    bucket.fold(bucket.pieces[0], [torch.ones(5)] * 3, [], into=into)
+    assert all(map(torch.Tensor.is_set_to, bucket.grads, bucket.views))
+    assert into.flat.tolist() == [1.0] * 15
+    assert not bucket.payload.any()

@@ -113,15 +113,17 @@ def reduce_micro_batches(ctx, tree, count, dtype, divisor):
     cuts = [total * rank // ctx.size for rank in range(ctx.size + 1)]
     per_rank = [subtrees(tree, *cuts[rank : rank + 2]) for rank in range(ctx.size)]
     rows = max(len(parts) for parts in per_rank)
-    nodes = made.allocate((rows, count + 5), dtype).fill_(float("nan"))
+    nodes = made.allocate((1 + rows, count + 5), dtype).fill_(float("nan"))
     inputs = [values(count, dtype, leaf) for leaf in range(total)]
-    for row, part in enumerate(per_rank[ctx.rank]):
+    for row, part in enumerate(per_rank[ctx.rank], 1):
         nodes[row, :count] = evaluate(part, inputs)
+    before = nodes[1:].clone()
     tree_inputs = [len(parts) for parts in per_rank]
     merges = merges_over(tree, [part for parts in per_rank for part in parts])
     made.ordered_allreduce(nodes, count, tree_inputs, merges, divisor).wait(SOON)
     assert nodes[:, count:].isnan().all(), "the rest of a row is not touched"
     assert same_bits(nodes[0, :count], divide(evaluate(tree, inputs), divisor))
+    assert same_bits(nodes[1:], before), "inputs are not written to"
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -148,9 +150,10 @@ def need_shared_memory(ctx):
     made.ordered_allreduce(small, 1_000, [1, 1], [0, 1], 1.0).wait(SOON)
     assert small[0].unique().tolist() == [2.0]
     assert small[1].unique().tolist() == [1.0]
-    shared = made.allocate((2, 10_000), torch.float32).fill_(3.0)
+    shared = made.allocate((3, 10_000), torch.float32).fill_(3.0)
     made.ordered_allreduce(shared, 10_000, [2, 1], [0, 1, 1], 1.0).wait(SOON)
     assert shared[0].unique().tolist() == [9.0]
+    assert shared[1:].unique().tolist() == [3.0]
 
 
 def test_large_inputs_must_be_in_shared_memory(ranks):
@@ -159,13 +162,13 @@ def test_large_inputs_must_be_in_shared_memory(ranks):
 
 def give_wrong_arguments(ctx):
     made = make_engine(ctx)
-    nodes = made.allocate((2, 8), torch.float32).fill_(1.0)
+    nodes = made.allocate((3, 8), torch.float32).fill_(1.0)
     for match, arguments in {
         "one number per rank": (8, [1, 1], [0, 1], 1.0),
         "one number per input": (8, [2], [0], 1.0),
         "one sum": (8, [2], [0, 0], 1.0),
         "out of range": (8, [2], [0, -1], 1.0),
-        "as many slots": (8, [3], [0, 1, 1], 1.0),
+        "as many as any rank": (8, [3], [0, 1, 1], 1.0),
         "fit into a slot": (9, [2], [0, 1], 1.0),
         "divisor": (8, [2], [0, 1], 0.0),
     }.items():
@@ -183,7 +186,7 @@ def test_wrong_arguments_are_refused(ranks):
 
 def disagree(ctx, count, orders):
     made = make_engine(ctx)
-    nodes = made.allocate((2, count), torch.float32).fill_(1.0)
+    nodes = made.allocate((3, count), torch.float32).fill_(1.0)
     with pytest.raises(EngineMismatch):
         made.ordered_allreduce(nodes, count, *orders[ctx.rank]).wait(SOON)
 
@@ -201,7 +204,7 @@ def go_on_without_a_rank(ctx):
         assert made.leave() == ""
         return
     for count in (10, 5_000):
-        nodes = made.allocate((1, count), torch.float32).fill_(ctx.rank)
+        nodes = made.allocate((2, count), torch.float32).fill_(ctx.rank)
         with pytest.raises(CallFailed, match=r"^rank 1 has left the group") as caught:
             made.ordered_allreduce(nodes, count, [1, 1, 1], [0, 1, 1], 1.0).wait(SOON)
         assert caught.value.kind is PeerLeft
@@ -263,13 +266,14 @@ class Bucket:
         self.views = list(self.flat[0].split(self.sizes))
         self.dtype = dtype
 
-    def fold(self, grads, views=None, dtype=None):
+    def fold(self, grads, views=None, dtype=None, views_at=None):
         dtype = dtype or self.dtype
         return engine.fold(
             self.flat[0].data_ptr(),
             [node.data_ptr() for node in self.nodes],
             grads,
             self.views if views is None else views,
+            self.flat[0].data_ptr() if views_at is None else views_at,
             [size * self.dtype.itemsize for size in self.sizes],
             DTYPES[dtype],
         )
@@ -355,4 +359,8 @@ def test_fold_refuses_moved_views_and_other_types():
     assert not bucket.fold(bucket.grads, moved)
     assert not bucket.fold(bucket.grads, bucket.views[:3])
     assert not bucket.fold([None] * 4, dtype=torch.int32)
+    other = torch.zeros_like(before)
+    assert not bucket.fold(bucket.grads, views_at=other.data_ptr())
     assert same_bits(bucket.flat[0], before)
+    assert bucket.fold(bucket.grads, list(other.split(bucket.sizes)), views_at=other.data_ptr())
+    assert not other.any()

@@ -18,7 +18,8 @@ round.
 
 `LocalPass` is a pass in `no_sync`: nothing is reduced. `FoldedPass` is that of a micro-batch: its
 gradients are added to the sums of a `GradientFold`. The pass of a rank's last micro-batch is a
-`ReducedPass` whose gradients are folded instead of copied.
+`ReducedPass` whose gradients are folded instead of copied. If the group fails, that pass folds what
+is left before it raises, since the sums of this rank are still good.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class FoldedPass:
                 late += late_names(self._layout, piece, new)
         if late:
             self._fold.refuse_late(late)
+        self._fold.end_micro_batch()
 
 
 def late_names(layout: BucketLayout, piece: BucketPiece, new: Gradients) -> list[str]:
@@ -233,6 +235,8 @@ class ReducedPass:
         self._late_factor = scale.factor if scale.uses_new_gradients else 0.0
         self._arrivals = PieceArrivals(self._pieces) if is_recording else None
         self._works: list[AnyWork | HookWork | OrderedSum] = []  # of the buckets that are launched
+        self._launch_error: GroupError | None = None
+        """Why nothing more is launched. With a fold, backward continues until all is folded."""
         self.unused: list[int] = []  # parameters without a gradient on this rank
         previous = [parameter.grad for parameter in layout.parameters]
         self._previous_grads = previous if count_missing(previous) < len(previous) else []
@@ -282,7 +286,14 @@ class ReducedPass:
         self._release(index)
         last = len(self._buckets) - 1 if self._launches_early else 0
         while (turn := len(self._works)) < last and not self._waiting[turn]:
-            self._launch(self._buckets[turn])
+            if self._launch_error is not None:
+                break
+            try:
+                self._launch(self._buckets[turn])
+            except GroupError as error:
+                if self._fold is None:
+                    raise
+                self._launch_error = error
 
     def _gather(self, index: int, new: Gradients) -> None:
         piece = self._pieces[index]
@@ -388,7 +399,13 @@ class ReducedPass:
         backward = time.perf_counter() - timing.began
         own_late = self._gather_remaining()
         if self._fold is not None:
+            self._fold.end_micro_batch()
             self.unused = [i for i in range(len(self._layout.names)) if i not in self._fold.used]
+        if self._launch_error is not None:
+            try:
+                raise self._launch_error
+            finally:
+                self._launch_error = None  # its traceback refers to this pass
         for bucket in others[len(self._works) :]:
             self._launch(bucket)
         now = time.perf_counter() - timing.since

@@ -53,7 +53,8 @@ class BucketOptions(NamedTuple):
     dtype: torch.dtype | None
     """The dtype in which floating-point gradients are reduced; None for their own."""
     slots: int = 0
-    """How many flat tensors a bucket has for the subtrees of a `GradientFold`; 0 without one."""
+    """How many flat tensors a bucket has for the subtrees of a `GradientFold`, beside that for the
+    result; 0 without one."""
 
 
 class ParameterSpec(NamedTuple):
@@ -160,7 +161,9 @@ class Bucket:
     """Gradients that are reduced together, in a flat tensor that may end with the pass header."""
 
     payload: Tensor  # the tensor that is reduced
-    slots: SumSlots | None = None  # the first begins with the payload; see `BucketOptions.slots`
+    slots: SumSlots | None = None
+    """Whose result begins with the payload; see `BucketOptions.slots`. Gradients are folded into
+    the inputs."""
     buffer: Tensor  # the gradients in one tensor, without the header
     views: list[Tensor]  # the gradients by position, with the shapes and strides of the parameters
     grads: list[Tensor]
@@ -279,10 +282,12 @@ class Bucket:
             assert native.engine is not None
             start = self._addresses[positions.start] - self.payload.data_ptr()
             addresses = [node.address + start for node in nodes]
-            shown = self.grads[positions] if into.flat.data_ptr() == self.payload.data_ptr() else []
+            # A step begins without nodes, so once in every step is enough for the tensors in .grad.
+            shown = [] if nodes else self.grads[positions]
+            shown_at = self._addresses[positions.start]
             sizes, dtype = self._sizes[positions], DTYPES[self.payload.dtype]
             target, alignment = into.address + start, self.alignment
-            if native.engine.fold(target, addresses, new, shown, sizes, dtype, alignment):
+            if native.engine.fold(target, addresses, new, shown, shown_at, sizes, dtype, alignment):
                 return
         self._show_grads(positions)
         places = range(*positions.indices(len(self.views)))
@@ -485,7 +490,7 @@ class BucketLayout:
             slots = None
             if options.slots:
                 slots = comm.allocate_slots(options.slots, numel, plan.dtype, plan.device)
-                flat = slots.tensor[0, :numel]
+                flat = slots.result[:numel]
             else:
                 flat = comm.allocate(numel, plan.dtype, plan.device)
             bucket = Bucket(index, plan.members, parameters, flat, alignment)

@@ -116,10 +116,13 @@ class Communicator:
     def allocate_slots(
         self, slots: int, numel: int, dtype: torch.dtype, device: torch.device
     ) -> SumSlots:
-        """Allocate flat tensors of at least `numel` zeros each, for `ordered_sum`; all call it."""
+        """Allocate flat tensors of at least `numel` zeros each, for `ordered_sum`; all call it.
+
+        `slots`: the greatest number of subtrees of a rank.
+        """
         grain = self.size * SLICE_GRAIN
-        stride = -(-numel // grain) * grain
-        tensor = self.allocate(slots * stride, dtype, device).zero_().view(slots, stride)
+        stride, rows = -(-numel // grain) * grain, slots + 1
+        tensor = self.allocate(rows * stride, dtype, device).zero_().view(rows, stride)
         is_shared = (
             self._ours is not None and dtype in TREE_DTYPES and self._ours._is_shared(tensor)
         )
@@ -131,12 +134,12 @@ class Communicator:
     def ordered_sum(
         self, slots: SumSlots, plan: SummationPlan, divisor: float
     ) -> AnyWork | OrderedSum:
-        """Sum the subtrees of all ranks in the order of a tree; the quotient is in slot 0.
+        """Sum the subtrees of all ranks in the order of a tree; store the quotient as the result.
 
-        The first slots hold this rank's subtrees.
+        The subtrees of this rank stay as they are, even if the sum fails.
         """
         if self.size == 1 or not slots.is_shared:
-            return OrderedSum(self.group, slots.tensor, plan, divisor)
+            return OrderedSum(self.group, slots, plan, divisor)
         assert self._ours is not None
         return self._ours._ordered_allreduce(slots.tensor, plan.counts, plan.merges, divisor)
 
@@ -181,10 +184,23 @@ class Communicator:
 
 
 class SumSlots(NamedTuple):
-    """Flat tensors of one rank whose values are summed in the order of a tree."""
+    """Flat tensors of one rank: its subtrees, and the sum of the whole tree.
+
+    The two are apart, so that what a rank has computed outlives a sum that a dead rank has torn.
+    """
 
     tensor: Tensor  # one slot per row; all ranks have as many, of equal slices for all ranks
-    is_shared: bool  # whether all ranks can read those of all others
+    is_shared: bool  # whether all ranks can access those of all others
+
+    @property
+    def result(self) -> Tensor:
+        """The first slot. Sums of all ranks write to it, and only this rank reads it."""
+        return self.tensor[0]
+
+    @property
+    def inputs(self) -> Tensor:
+        """The other slots, the first of which have this rank's subtrees. No sum writes to them."""
+        return self.tensor[1:]
 
 
 class OrderedSum:
@@ -195,21 +211,21 @@ class OrderedSum:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, slots: Tensor, plan: SummationPlan, divisor: float
+        self, group: dist.ProcessGroup, slots: SumSlots, plan: SummationPlan, divisor: float
     ) -> None:
         self._group = group
-        self._slots = slots
+        self._result = slots.result
         self._plan = plan
         self._divisor = divisor
         rank, size = group.rank(), group.size()
-        mine, length = plan.counts[rank], slots.shape[1] // size
-        # The slices of all my subtrees for one rank lie together.
+        mine, length = plan.counts[rank], self._result.numel() // size
         self._is_done = False
-        self._sent = slots[:mine].view(mine, size, length).transpose(0, 1).reshape(-1)
+        # The slices of all my subtrees for one rank lie together.
+        self._sent = slots.inputs[:mine].view(mine, size, length).transpose(0, 1).reshape(-1)
         self._received = self._sent
         if size > 1:
             received = [count * length for count in plan.counts]
-            self._received = slots.new_empty(sum(received))
+            self._received = self._sent.new_empty(sum(received))
             options = c10d.AllToAllOptions()
             sent = [mine * length] * size
             self._work = group.alltoall_base(self._received, self._sent, received, sent, options)
@@ -219,7 +235,7 @@ class OrderedSum:
             return True
         self._is_done = True
         subtrees = self._received.view(sum(self._plan.counts), -1)
-        merges, result = self._plan.merges, self._slots[0]
+        merges, result = self._plan.merges, self._result
         if self._group.size() == 1:
             sum_rows(subtrees, merges, self._divisor, into=result)
             return True
@@ -229,7 +245,7 @@ class OrderedSum:
 
 
 def sum_rows(subtrees: Tensor, merges: Sequence[int], divisor: float, *, into: Tensor) -> Tensor:
-    """Add the rows of a tensor in the order of a tree; `into` may be one of them."""
+    """Add the rows of a tensor in the order of a tree, and divide."""
     if subtrees.is_complex():  # torch's complex arithmetic does not keep the signs of zeros
         parts, target = torch.view_as_real(subtrees).flatten(1), torch.view_as_real(into).view(-1)
         sum_rows(parts, merges, divisor, into=target)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -118,6 +118,7 @@ class Reducer:
         self.graph_ever_changed = False
         self.stats = StatsHistory()
         self.forward_seconds = 0.0
+        self.exposed_seconds = 0.0  # how long the last reduced pass waited for other ranks
         self.syncs_gradients = True  # whether backward passes are reduced; read when a pass begins
         self._syncs_next = False
         """Whether the next pass is reduced in any case, as `prepare_for_backward` demands."""
@@ -361,7 +362,8 @@ class Reducer:
         """Run the backward pass of the next micro-batch, or none if it contributes nothing.
 
         Its gradients are added to the sums of `fold`. After the rank's last micro-batch they are
-        reduced, and ``.grad`` is the sum of all micro-batches of all ranks, divided.
+        reduced, and ``.grad`` is the sum of all micro-batches of all ranks, divided. If it raises
+        because the group has failed, the micro-batch is in the sums nevertheless.
         """
         assert self._in_flight is None, "a micro-batch cannot begin within another pass"
         current: ReducedPass | FoldedPass
@@ -393,10 +395,36 @@ class Reducer:
         finally:
             self._lifetime.holder = PassLifetime.holder
             self._autograd_hooks.rearm()
-        fold.end_micro_batch()
         if isinstance(current, ReducedPass):
             self.expects_backward = False
             self._complete(current)
+
+    def set_gradients(
+        self,
+        nodes: Sequence[Sequence[Tensor]],
+        add_up: Callable[[list[Tensor]], Tensor],
+        used: Collection[int],
+    ) -> None:
+        """Set ``.grad`` from sums of micro-batches, instead of a pass that failed.
+
+        `nodes` are those that this rank contributes, each with its gradients by parameter. `add_up`
+        takes them as flat tensors, or one of any values if there are none, and returns the sum over
+        all ranks. `used`: the parameters that any micro-batch had a gradient for, by index.
+        """
+        for bucket in self.buckets:
+            if not bucket.members:
+                continue
+            rows = []
+            for node in nodes:
+                row = bucket.flat_views(torch.zeros_like(bucket.buffer))
+                torch._foreach_copy_(row.views, [node[i] for i in bucket.members])
+                rows.append(row.flat)
+            bucket.buffer.copy_(add_up(rows or [bucket.buffer]))
+            for i, parameter, gradient in zip(
+                bucket.members, bucket.parameters, bucket.grads, strict=True
+            ):
+                parameter.grad = gradient if i in used else None
+        self.expects_backward = False
 
     def _make_pass(
         self, scale: Scale, *, previous_are_local: bool = False, fold: GradientFold | None = None
@@ -528,6 +556,7 @@ class Reducer:
         self._previous.clear()
         self.stats.add(done.timing, self._layout.header.times(), self.buckets)
         self._since, self.forward_seconds = done.timing.ended, 0.0
+        self.exposed_seconds = done.timing.exposed
         if self.optimizers:
             self.optimizers.step(already_stepped=done.stepped)
 

@@ -20,6 +20,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -127,9 +128,15 @@ class LeafBlock:
 class SummationPlan:
     """Which leaves each rank adds up, and how the subtrees of all ranks become one sum."""
 
-    def __init__(self, rank: int, ranks: int, leaves: int) -> None:
+    def __init__(
+        self, rank: int, ranks: int, leaves: int, shares: Sequence[int] | None = None
+    ) -> None:
+        """`shares`: how many leaves each rank has, at least one; equally many by default."""
         self.leaves = leaves
         self.blocks = [LeafBlock.of_rank(each, ranks, leaves) for each in range(ranks)]
+        if shares is not None:
+            bounds = list(accumulate(shares, initial=0))
+            self.blocks = [LeafBlock(lo, hi, leaves) for lo, hi in pairwise(bounds)]
         self.block = self.blocks[rank]
         """The leaves of this rank."""
         self.counts = [len(block.nodes) for block in self.blocks]
@@ -143,3 +150,9 @@ class SummationPlan:
     def slots(self) -> int:
         """The greatest number of subtrees of a rank."""
         return max(self.counts)
+
+
+def max_subtrees(leaves: int, ranks: int) -> int:
+    """Return how many subtrees a rank has at most, however the leaves are divided."""
+    longest = leaves - ranks + 1  # every rank has at least one leaf
+    return min(longest, max(1, 2 * (leaves - 1).bit_length()))

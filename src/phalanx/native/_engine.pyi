@@ -69,6 +69,7 @@ def fold(
     nodes: list[int],
     tensors: list[Any],
     views: list[Any],
+    views_at: int,
     sizes: list[int],
     type: int,
     alignment: int = 1,
@@ -149,7 +150,7 @@ class Engine:
     def issue_ordered(
         self,
         type: int,
-        input: int,
+        first_slot: int,
         slot_bytes: int,
         slots: int,
         output_bytes: int,

@@ -331,18 +331,18 @@ class ShmEngine:
     ) -> RawWork:
         """Sum subtrees of all ranks in the order of one binary tree, and divide by `divisor`.
 
-        `nodes` is a contiguous matrix. The first rows are this rank's inputs, of which the first
-        `count` elements are summed; the result replaces those of row 0 on every rank. Inputs are
-        ordered by rank, then by row: `tree_inputs` has their number on each rank, and every rank
-        has as many rows as the rank with most. Inputs are pushed on a stack; after each, as many
-        pairs of topmost sums are replaced by their sum as `merges` says.
+        `nodes` is a contiguous matrix. The rows from row 1 on are this rank's inputs, of which the
+        first `count` elements are summed; the result replaces those of row 0 on every rank. Inputs
+        are not written to. They are ordered by rank, then by row: `tree_inputs` has their number on
+        each rank, and every rank has one row more than the rank with most. Inputs are pushed on a
+        stack; after each, as many pairs of topmost sums are replaced by their sum as `merges` says.
 
         Every sum is rounded to the dtype, so the bits depend on the tree but not on the number of
-        ranks. Above 16 KiB, `nodes` must be from `allocate`; rows should not be a power of two of
-        bytes apart, where they compete for the same sets of the cache. Raises ``ValueError``
-        without having issued anything.
+        ranks. Above 16 KiB of inputs, `nodes` must be from `allocate`; rows should not be a power
+        of two of bytes apart, where they compete for the same sets of the cache. Raises
+        ``ValueError`` without having issued anything.
         """
-        assert nodes.dim() == 2, "one row for each input"
+        assert nodes.dim() == 2, "one row for the result and one for each input"
         assert nodes.is_contiguous()
         rows, stride = nodes.shape
         work = ShmOrderedWork(self, (nodes,))

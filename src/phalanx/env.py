@@ -6,13 +6,14 @@ this module reads them.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,8 @@ from pathlib import Path
 from phalanx.errors import InvalidArgument
 
 __all__ = [
+    "ELASTIC_VARIABLE",
+    "ElasticEnv",
     "RankEnv",
     "find_accelerator",
     "is_drop_in",
@@ -27,6 +30,7 @@ __all__ = [
     "job_id",
     "launched_rank",
     "local_ranks",
+    "read_elastic_env",
     "read_rank_env",
     "usable_cores",
 ]
@@ -39,6 +43,7 @@ _JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JO
 _PMIX_RANK_VARIABLE = "PMIX_RANK"
 """Set by all PMIx launchers; some of them do not set the world size."""
 _DROP_IN_VARIABLE = "PHALANX_DROP_IN"
+ELASTIC_VARIABLE = "PHALANX_ELASTIC"
 _DEVICE_FILES = {
     "cuda": ("nvidiactl", "nvidia[0-9]*", "dxg", "nvmap"),  # also under WSL and on Jetson
     "hip": ("kfd",),
@@ -91,6 +96,43 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticEnv:
+    """A worker of an elastic run, as ``phalanx run --elastic`` describes it (``PHALANX_ELASTIC``).
+
+    A worker is one process. Its rank in the group depends on which other workers are members.
+    """
+
+    worker: str
+    """The name of the process, unique in the run: ``2.1`` is the first replacement of ``2.0``."""
+    store: str
+    """The address of the launcher's store, ``host:port``."""
+    ranks: int
+    """How many workers the launcher has started, or starts, together."""
+    min_ranks: int
+    """The run pauses while fewer workers are members."""
+    channel: int
+    """A descriptor: one end of a socket whose other end the supervisor has. Each line is JSON."""
+
+    def to_variables(self) -> dict[str, str]:
+        """Return the variables to start the worker with."""
+        return {ELASTIC_VARIABLE: json.dumps(asdict(self))}
+
+
+def read_elastic_env(environ: Mapping[str, str] = os.environ) -> ElasticEnv | None:
+    """Read the description of this worker; None if the run is not elastic."""
+    text = _text(environ, ELASTIC_VARIABLE)
+    if not text:
+        return None
+    try:
+        return ElasticEnv(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"environment variable {ELASTIC_VARIABLE} is for `phalanx run --elastic` to set, got "
+            f"{text!r}"
+        ) from error
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> RankEnv | None:

@@ -9,7 +9,7 @@ otherwise they would wait in their first call.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -247,11 +247,15 @@ def form_group(
     hosted: HostedStore | None = None,
     known_peers: KnownPeers | None = None,
     formation_check: FormationCheck | None = None,
+    check: Callable[[], None] | None = None,
+    forming_timeout: timedelta | None = None,
     **names: Unpack[GroupNames],
 ) -> ProcessGroup:
     """Form a group; `store` is a connection of its own, or None for ranks of a fake group.
 
-    `store_ranks` are its ranks in the numbering of all users of the store, by default all.
+    `store_ranks` are its ranks in the numbering of all users of the store, by default all. `check`
+    is called while this rank waits, and raises if the group cannot form. `forming_timeout` is that
+    of calls by default.
     """
     backend = find_backend(config.backend)
     size = len(global_ranks)
@@ -271,9 +275,10 @@ def form_group(
         store,
         rank=rank,
         terms=RendezvousTerms(label, ranks, backend.name, options, user_site()),
-        timeout=config.timeout,
+        timeout=forming_timeout or config.timeout,
         known_peers=known_peers,
         formation_check=formation_check,
+        check=check,
         name_suffix=0 if names.get("torch_name") else next_free_suffix(given_name),
     )
     engine = rendezvous.connect(backend, config)

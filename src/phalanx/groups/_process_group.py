@@ -756,10 +756,11 @@ class ProcessGroup(dist.ProcessGroup):
     def _ordered_allreduce(
         self, slots: Tensor, counts: Sequence[int], merges: Sequence[int], divisor: float
     ) -> Work:
-        """Sum tensors of all ranks in the order of a tree; the quotient replaces the first slot.
+        """Sum tensors of all ranks in the order of a tree; the quotient is stored in row 0.
 
-        `slots` is two-dimensional and in shared memory. The first `counts[rank]` rows of each rank
-        are added up, in rank order; after each of them come as many additions as `merges` says.
+        `slots` is two-dimensional and in shared memory. The `counts[rank]` rows of each rank that
+        follow row 0 are added up, in rank order; after each of them come as many additions as
+        `merges` says. They are not written to.
         """
         count = slots.shape[1]
         args = (slots, count, list(counts), list(merges), divisor)

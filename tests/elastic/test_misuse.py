@@ -1,12 +1,14 @@
 """Mistakes in an elastic run raise on all ranks, and say what to do."""
 
 import re
+import socket
 
 import pytest
 import torch
 from torch import nn
 
 from phalanx.elastic import ElasticRun
+from phalanx.env import ElasticEnv
 from phalanx.errors import (
     GroupAborted,
     InvalidArgument,
@@ -411,3 +413,15 @@ def test_backward_outside_of_steps_is_the_users_own():
             return run.hash()
 
     assert len({*three.run(body)}) == 1
+
+
+def test_a_minimum_that_no_step_can_have_is_refused(monkeypatch):
+    ours, channel = socket.socketpair()
+    fd = channel.detach()
+    env = ElasticEnv(worker="0.0", store="127.0.0.1:1", ranks=2, min_ranks=2, channel=fd)
+    monkeypatch.setenv("PHALANX_ELASTIC", env.to_variables()["PHALANX_ELASTIC"])
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidArgument, match="needs at least 2 ranks, and at most 1 of them"):
+        ElasticRun(model, optimizer, micro_batches=1, seed=0)
+    ours.close()

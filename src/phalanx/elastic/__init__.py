@@ -15,8 +15,9 @@
 ``docs/elastic.md`` says what is promised, what it costs and what breaks it.
 """
 
+from ._elastic_worker import MembershipChange
 from ._loader import ElasticLoader
 from ._micro_batches import MicroBatch, Step
 from ._run import ElasticRun
 
-__all__ = ["ElasticLoader", "ElasticRun", "MicroBatch", "Step"]
+__all__ = ["ElasticLoader", "ElasticRun", "MembershipChange", "MicroBatch", "Step"]

@@ -25,6 +25,7 @@ from ..ddp._buckets import as_real
 from ..ddp._communicator import Communicator, SumSlots, broadcast_coalesced, same_bits
 from ..ddp._summation_tree import SummationPlan, push
 from ..errors import InvalidArgument, InvalidState
+from ._recovery import Cover, sum_cover
 
 BufferRule = Literal["mean", "first"]
 RULES = ("mean", "first")
@@ -36,7 +37,7 @@ Table = dict[str, Tensor | None]
 
 
 @dataclass
-class _BufferSlot:
+class _BufferEntry:
     """A buffer: its name, and where modules keep it, which may be several places."""
 
     name: str
@@ -66,20 +67,20 @@ class _BufferSlot:
 class _MeanGroup:
     """Buffers of one dtype and device, and the sums of this rank's micro-batches."""
 
-    slots: list[_BufferSlot]
+    entries: list[_BufferEntry]
     start: Tensor  # all of them, flat, when the step began
     stack: list[Tensor] = field(default_factory=list)
     is_changed: Tensor | None = None  # elements that a micro-batch has changed
 
     @classmethod
-    def of(cls, slots: list[_BufferSlot]) -> _MeanGroup:
-        return cls(slots, _flatten(slots))
+    def of(cls, entries: list[_BufferEntry]) -> _MeanGroup:
+        return cls(entries, _flatten(entries))
 
     def restore(self) -> None:
         self._store(self.start)
 
     def fold(self, merges: int) -> None:
-        leaf = _flatten(self.slots)
+        leaf = _flatten(self.entries)
         changed = _bits(leaf) != _bits(self.start)
         self.is_changed = changed if self.is_changed is None else self.is_changed | changed
         push(self.stack, leaf, merges, operator.add)
@@ -88,20 +89,29 @@ class _MeanGroup:
         """Replace the buffers by the mean over all ranks' micro-batches."""
         assert self.is_changed is not None
         numel = self.start.numel()
-        for slot, node in zip(memory.tensor, self.stack, strict=False):
-            slot[:numel] = node
-        first = memory.tensor[0]
-        first[numel : 2 * numel] = self.is_changed
+        for flat, node in zip(memory.inputs, self.stack, strict=False):
+            flat[:numel] = node
+        memory.inputs[0, numel : 2 * numel] = self.is_changed
         comm.ordered_sum(memory, plan, plan.leaves).wait()
-        self._store(torch.where(first[numel : 2 * numel] != 0, first[:numel], self.start))
+        means, counts = memory.result[:numel], memory.result[numel : 2 * numel]
+        self._store(torch.where(counts != 0, means, self.start))
+
+    def finish_cover(self, comm: Communicator, nodes: list[Tensor], cover: Cover) -> None:
+        """Do as `finish`, with the nodes that this rank contributes to a cover."""
+        total = sum_cover(comm, nodes or [self.start], cover, cover.leaves)
+        is_changed = self.start.new_zeros(self.start.numel())
+        if self.is_changed is not None:
+            is_changed[:] = self.is_changed
+        comm.sum(is_changed).wait()
+        self._store(torch.where(is_changed != 0, total, self.start))
 
     def _store(self, flat: Tensor) -> None:
-        targets = [as_real(slot.tensor.data) for slot in self.slots]
+        targets = [as_real(entry.tensor.data) for entry in self.entries]
         parts = torch.split(flat, [target.numel() for target in targets])
         values = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
         torch._foreach_copy_(targets, values)
-        for slot in self.slots:
-            slot.show()
+        for entry in self.entries:
+            entry.show()
 
 
 class BufferAverage:
@@ -110,22 +120,19 @@ class BufferAverage:
     def __init__(
         self,
         module: nn.Module,
-        comm: Communicator,
-        plan: SummationPlan,
         rules: Mapping[str, BufferRule],
     ) -> None:
-        self._comm = comm
-        self._plan = plan
+        self._comm: Communicator
+        self._plan: SummationPlan
         self._rules = rules
         self._submodules = list(module.named_modules())
         self._tables = [submodule._buffers for _, submodule in self._submodules]
         self._means: list[_MeanGroup] = []
-        self._firsts: list[tuple[_BufferSlot, Tensor]] = []
+        self._firsts: list[tuple[_BufferEntry, Tensor]] = []
         """Buffers that take micro-batch 0's value, each with its value at the start."""
         self._first_values: list[Tensor] = []
-        self._expanded: list[
-            _BufferSlot
-        ] = []  # their elements share memory: nothing writes to them
+        # Their elements share memory: nothing writes to them.
+        self._expanded: list[_BufferEntry] = []
         self._names: list[set[str]] = []  # of the buffers that each submodule had at the start
         self._memory: dict[Any, SumSlots] = {}  # by size, dtype and device
         self.changed_unsaved: dict[str, Tensor] = {}
@@ -133,24 +140,24 @@ class BufferAverage:
         self._check_rules()
 
     def _check_rules(self) -> None:
-        slots = self._find()
+        entries = self._find()
         for pattern, rule in self._rules.items():
             if rule not in RULES:
                 raise InvalidArgument(
                     f"buffers[{pattern!r}] must be 'mean' or 'first', got {rule!r}"
                 )
-            matching = [slot for slot in slots if fnmatchcase(slot.name, pattern)]
+            matching = [entry for entry in entries if fnmatchcase(entry.name, pattern)]
             if not matching:
                 raise InvalidArgument(f"buffers: the module has no buffer {pattern!r}")
-            for slot in matching:
-                if rule == "mean" and not _has_mean(slot.tensor):
+            for entry in matching:
+                if rule == "mean" and not _has_mean(entry.tensor):
                     raise InvalidArgument(
-                        f"buffers: {slot.name!r} is {slot.tensor.dtype}, which has no mean. Use "
+                        f"buffers: {entry.name!r} is {entry.tensor.dtype}, which has no mean. Use "
                         "'first'"
                     )
 
-    def _find(self) -> list[_BufferSlot]:
-        found: dict[int, _BufferSlot] = {}
+    def _find(self) -> list[_BufferEntry]:
+        found: dict[int, _BufferEntry] = {}
         for path, submodule in self._submodules:
             table = submodule._buffers
             for key, tensor in table.items():
@@ -158,54 +165,61 @@ class BufferAverage:
                     continue
                 name = f"{path}.{key}" if path else key
                 persistent = key not in submodule._non_persistent_buffers_set
-                slot = found.setdefault(id(tensor), _BufferSlot(name, tensor, persistent, []))
-                slot.is_persistent |= persistent
-                slot.places.append((table, key))
+                entry = found.setdefault(id(tensor), _BufferEntry(name, tensor, persistent, []))
+                entry.is_persistent |= persistent
+                entry.places.append((table, key))
         return list(found.values())
 
     def named(self) -> list[tuple[str, Tensor]]:
         """List the buffers, each once, by their first name."""
-        return [(slot.name, slot.tensor) for slot in self._find()]
+        return [(entry.name, entry.tensor) for entry in self._find()]
 
-    def _rule_of(self, slot: _BufferSlot) -> BufferRule:
+    def _rule_of(self, entry: _BufferEntry) -> BufferRule:
         for pattern, rule in self._rules.items():
-            if fnmatchcase(slot.name, pattern):
+            if fnmatchcase(entry.name, pattern):
                 return rule
-        is_real = not slot.tensor.is_complex()
-        return "mean" if is_real and _has_mean(slot.tensor) else "first"
+        is_real = not entry.tensor.is_complex()
+        return "mean" if is_real and _has_mean(entry.tensor) else "first"
 
     def begin(self) -> None:
         """Remember the buffers that every micro-batch of the step starts with."""
         self._means, self._firsts, self._first_values, self._expanded = [], [], [], []
         self._names = [_present(table) for table in self._tables]
-        kinds: dict[Any, list[_BufferSlot]] = {}
-        for slot in self._find():
-            if is_expanded(slot.tensor):
-                self._expanded.append(slot)
-            elif self._rule_of(slot) == "first":
-                self._firsts.append((slot, slot.tensor.detach().clone()))
-            elif slot.tensor.numel():
-                kinds.setdefault((slot.tensor.dtype, slot.tensor.device), []).append(slot)
-        self._means = [_MeanGroup.of(slots) for slots in kinds.values()]
+        kinds: dict[Any, list[_BufferEntry]] = {}
+        for entry in self._find():
+            if is_expanded(entry.tensor):
+                self._expanded.append(entry)
+            elif self._rule_of(entry) == "first":
+                self._firsts.append((entry, entry.tensor.detach().clone()))
+            elif entry.tensor.numel():
+                kinds.setdefault((entry.tensor.dtype, entry.tensor.device), []).append(entry)
+        self._means = [_MeanGroup.of(entries) for entries in kinds.values()]
+
+    def attach(self, comm: Communicator, plan: SummationPlan) -> None:
+        """Use a group, the first or another one."""
+        self._comm, self._plan = comm, plan
+        self._memory = {}
 
     @torch.no_grad()
     def restore(self) -> None:
         """Give the module the buffers that the step started with."""
         for mean in self._means:
             mean.restore()
-        for slot, start in self._firsts:
-            slot.show()
-            slot.tensor.data.copy_(start)
+        for entry, start in self._firsts:
+            entry.show()
+            entry.tensor.data.copy_(start)
 
     @torch.no_grad()
-    def collect(self, micro_batch: int) -> None:
-        """Take what a micro-batch has left in the buffers."""
+    def collect(self, micro_batch: int, merges: int) -> None:
+        """Take what a micro-batch has left in the buffers.
+
+        `merges`: how many nodes of the tree it completes; see `LeafBlock.merges`.
+        """
         self._check_names()
-        block = self._plan.block
         for mean in self._means:
-            mean.fold(block.merges[micro_batch - block.lo])
+            mean.fold(merges)
         if micro_batch == 0:
-            self._first_values = [slot.value().clone() for slot, _ in self._firsts]
+            self._first_values = [entry.value().clone() for entry, _ in self._firsts]
 
     def _check_names(self) -> None:
         for (path, _), table, before in zip(
@@ -218,17 +232,17 @@ class BufferAverage:
                     f"buffer {name!r} was created in a micro-batch. Create it before the run, so "
                     "that every micro-batch starts with it"
                 )
-        for slot in self._expanded:
+        for entry in self._expanded:
             if (
-                slot.value() is not slot.tensor
-                and slot.value().data_ptr() != slot.tensor.data_ptr()
+                entry.value() is not entry.tensor
+                and entry.value().data_ptr() != entry.tensor.data_ptr()
             ):
                 raise InvalidState(
-                    f"buffer {slot.name!r}, an expanded tensor, was replaced in a micro-batch. "
+                    f"buffer {entry.name!r}, an expanded tensor, was replaced in a micro-batch. "
                     "Register a copy of it (contiguous)"
                 )
 
-    def changes(self) -> tuple[bool, bool]:
+    def changed_kinds(self) -> tuple[bool, bool]:
         """Return (any "mean" buffer changed, any "first" buffer changed) on this rank."""
         means = any(mean.is_changed is not None and mean.is_changed.any() for mean in self._means)
         pairs = zip(self._firsts, self._first_values, strict=False)
@@ -238,24 +252,71 @@ class BufferAverage:
     def finish(self, *, means_changed: bool, firsts_changed: bool) -> None:
         """Set the buffers of all ranks to the result of the step; all ranks call it.
 
-        The arguments say whether `changes` returned True on any rank.
+        The arguments say whether `changed_kinds` returned True on any rank.
         """
         self.restore()
         if means_changed:
             for mean in self._means:
                 mean.finish(self._comm, self._plan, self._memory_for(mean.start))
         if firsts_changed:
-            tensors = [slot.tensor.data for slot, _ in self._firsts]
-            for tensor, value in zip(tensors, self._first_values, strict=False):
-                tensor.copy_(value)
-            if self._comm.size > 1:
-                broadcast_coalesced(tensors, self._comm, root=0)
+            self._take_first_values(0)
         if means_changed or firsts_changed:
-            slots = [slot for mean in self._means for slot in mean.slots]
-            slots += [slot for slot, _ in self._firsts]
-            self.changed_unsaved.update(
-                {slot.name: slot.tensor for slot in slots if not slot.is_persistent}
-            )
+            self._note_unsaved()
+
+    def _take_first_values(self, root: int) -> None:
+        """Set "first" buffers to what micro-batch 0 left in them, which rank `root` has run."""
+        tensors = [entry.tensor.data for entry, _ in self._firsts]
+        for tensor, value in zip(tensors, self._first_values, strict=False):
+            tensor.copy_(value)
+        if self._comm.size > 1:
+            broadcast_coalesced(tensors, self._comm, root=root)
+
+    def _note_unsaved(self) -> None:
+        entries = [entry for mean in self._means for entry in mean.entries]
+        entries += [entry for entry, _ in self._firsts]
+        self.changed_unsaved.update(
+            {entry.name: entry.tensor for entry in entries if not entry.is_persistent}
+        )
+
+    # -- after a rank was lost ---------------------------------------------------------------
+
+    def nodes(self) -> list[list[Tensor]]:
+        """Return the sums so far: for each node of the tree, one tensor per kind of buffer."""
+        return [list(each) for each in zip(*(mean.stack for mean in self._means), strict=True)]
+
+    def take_nodes(self) -> list[list[Tensor]]:
+        """Return the sums so far, and start again."""
+        nodes = self.nodes()
+        for mean in self._means:
+            mean.stack = []
+        return nodes
+
+    @property
+    def has_first_values(self) -> bool:
+        """Whether this rank has run micro-batch 0, which some buffers take their value from."""
+        return not self._firsts or bool(self._first_values)
+
+    @torch.no_grad()
+    def finish_cover(
+        self,
+        nodes: list[list[Tensor]],
+        cover: Cover,
+        *,
+        means_changed: bool,
+        first_rank: int | None,
+    ) -> None:
+        """Do as `finish`, with the nodes that this rank contributes to a cover.
+
+        `first_rank`: the rank that has run micro-batch 0, if that changed any "first" buffer.
+        """
+        self.restore()
+        if means_changed:
+            for i, mean in enumerate(self._means):
+                mean.finish_cover(self._comm, [each[i] for each in nodes], cover)
+        if first_rank is not None:
+            self._take_first_values(first_rank)
+        if means_changed or first_rank is not None:
+            self._note_unsaved()
 
     def _memory_for(self, flat: Tensor) -> SumSlots:
         """Return memory for the sums and for the flags of what has changed."""
@@ -271,8 +332,8 @@ def _has_mean(tensor: Tensor) -> bool:
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
-def _flatten(slots: list[_BufferSlot]) -> Tensor:
-    return torch.cat([as_real(slot.value()).reshape(-1) for slot in slots])
+def _flatten(entries: list[_BufferEntry]) -> Tensor:
+    return torch.cat([as_real(entry.value()).reshape(-1) for entry in entries])
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ddp._communicator import Communicator
-from ..ddp._summation_tree import LeafBlock, add_in_order, tree_order
+from ..ddp._summation_tree import add_in_order, tree_order
 from ..errors import InvalidState, InvalidType
 from ._loader import ElasticLoader
 from ._randomness import preserved_generators
@@ -24,28 +23,47 @@ from ._randomness import preserved_generators
 _SINGLE = ""  # the name of a result that is not in a dict
 
 
-def evaluate(model: nn.Module, comm: Communicator, fn: Callable[[Any], Any], loader: Any) -> Any:
-    """Return the mean of `fn` over all samples; see `ElasticRun.evaluate`."""
-    if not callable(fn) or not isinstance(loader, ElasticLoader):
-        got = f"{type(fn).__name__} and {type(loader).__name__}"
-        raise InvalidType(f"evaluate takes a function and a loader of run.loader(), got {got}")
-    block = LeafBlock.of_rank(comm.rank, comm.size, loader._evaluation_batches())
-    rows: list[Any] = []
-    with torch.no_grad(), _evaluation_mode(model), preserved_generators():
-        for _, samples, batch in loader._evaluation_iterator(block.lo, block.hi):
-            rows.append([samples, _to_lists(fn(batch))])
-    # Numbers in JSON are exact.
-    texts = comm.exchange(json.dumps(rows)) if comm.size > 1 else [json.dumps(rows)]
-    everything = [row for text in texts for row in json.loads(text)]
-    names = list(everything[0][1])
-    if any(list(values) != names for _, values in everything):
-        raise InvalidState("fn must return the same names for every batch")
-    total = sum(samples for samples, _ in everything)
-    results = {
-        name: _mean([(samples, values[name]) for samples, values in everything], total)
-        for name in names
-    }
-    return results[_SINGLE] if names == [_SINGLE] else results
+class Evaluation:
+    """The results of a function for the batches of a dataset, as far as this rank knows them."""
+
+    def __init__(self, model: nn.Module, fn: Callable[[Any], Any], loader: Any) -> None:
+        if not callable(fn) or not isinstance(loader, ElasticLoader):
+            got = f"{type(fn).__name__} and {type(loader).__name__}"
+            raise InvalidType(f"evaluate takes a function and a loader of run.loader(), got {got}")
+        self.batches = loader._evaluation_batches()
+        self._model, self._fn, self._loader = model, fn, loader
+        self._rows: dict[int, Any] = {}  # the number of samples and the results of each batch
+
+    def run(self, lo: int, hi: int) -> None:
+        """Evaluate the batches ``range(lo, hi)``."""
+        with torch.no_grad(), _evaluation_mode(self._model), preserved_generators():
+            for number, samples, batch in self._loader._evaluation_iterator(lo, hi):
+                self._rows[number] = [samples, _to_lists(self._fn(batch))]
+
+    def to_text(self) -> str:
+        """Return the results for other ranks. Numbers in JSON are exact."""
+        return json.dumps(list(self._rows.items()))
+
+    def add(self, text: str) -> None:
+        """Add the results of another rank."""
+        self._rows.update(dict(json.loads(text)))
+
+    def missing(self) -> list[int]:
+        """Return the batches without a result."""
+        return [number for number in range(self.batches) if number not in self._rows]
+
+    def result(self) -> Any:
+        """Return the mean over all samples; see `ElasticRun.evaluate`."""
+        everything = [self._rows[number] for number in range(self.batches)]
+        names = list(everything[0][1])
+        if any(list(values) != names for _, values in everything):
+            raise InvalidState("fn must return the same names for every batch")
+        total = sum(samples for samples, _ in everything)
+        results = {
+            name: _mean([(samples, values[name]) for samples, values in everything], total)
+            for name in names
+        }
+        return results[_SINGLE] if names == [_SINGLE] else results
 
 
 def _mean(pairs: list[tuple[int, Any]], total: int) -> float | Tensor:

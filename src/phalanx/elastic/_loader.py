@@ -32,7 +32,7 @@ from .._formatting import format_tensor
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ._randomness import derive_seed, preserved_generators, seed_generators
 
-Path = tuple[int | str, ...]
+SeedPath = tuple[int | str, ...]
 """A place in the run, as `derive_seed` takes it."""
 
 NOT_INDICES = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -50,7 +50,7 @@ SETTING_NAMES = {
 class BatchRequest(NamedTuple):
     """One batch to fetch."""
 
-    path: Path
+    path: SeedPath
     """What the batch is; comes back with it."""
     seed: int
     """For the generators, before the first sample is read."""
@@ -189,7 +189,7 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, request: BatchRequest) -> tuple[Path, Any]:
+    def __getitems__(self, request: BatchRequest) -> tuple[SeedPath, Any]:
         seed_generators(request.seed)
         # As torch's fetcher treats it: whatever it returns goes to the collate function.
         read_all = getattr(self.dataset, "__getitems__", None)
@@ -204,7 +204,7 @@ class TaggedCollate:
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
 
-    def __call__(self, samples: tuple[Path, Any]) -> tuple[Path, Any]:
+    def __call__(self, samples: tuple[SeedPath, Any]) -> tuple[SeedPath, Any]:
         path, values = samples
         return path, self.collate_fn(values)
 
@@ -290,13 +290,13 @@ class ElasticLoader:
         # The DataLoader draws a seed for its workers; not from the default generator.
         generator = torch.Generator()
         generator.manual_seed(derive_seed(seed, "workers", key))
-        self._here_options: dict[str, Any] = {
+        self._main_process_options: dict[str, Any] = {
             "dataset": SeededDataset(dataset),
             "collate_fn": TaggedCollate(default_collate if collate_fn is None else collate_fn),
             "pin_memory": pin_memory,
             "generator": generator,
         }
-        self._worker_options = self._here_options | {
+        self._worker_options = self._main_process_options | {
             "num_workers": num_workers,
             "prefetch_factor": prefetch_factor,
             "worker_init_fn": WorkerInit(worker_init_fn),
@@ -382,7 +382,7 @@ class ElasticLoader:
         lo, hi = self._block
         request = self._order.training_request(loop, micro)
         if self.num_workers == 0 or not lo <= micro < hi:
-            return self._fetch_here(request)
+            return self._fetch_in_main_process(request)
         if self._stream is None or self._position != (loop, micro):
             self.close()
             requests = self._order.training_requests(loop, micro, self._block)
@@ -422,7 +422,9 @@ class ElasticLoader:
             for number in range(lo, hi):
                 request = order.evaluation_request(number)
                 here = stream is None
-                batch = self._fetch_here(request) if here else _take(stream, request.path)
+                batch = (
+                    self._fetch_in_main_process(request) if here else _take(stream, request.path)
+                )
                 seed_generators(order.computation_seed(request))
                 yield number, len(request.indices), batch
         finally:
@@ -464,16 +466,16 @@ class ElasticLoader:
         return stream
 
     @cached_property
-    def _here(self) -> Iterator[Any]:
+    def _main_process_iterator(self) -> Iterator[Any]:
         """An iterator of torch's that fetches what is in `_pending`, in the main process."""
         requests: Iterable[Any] = iter(self._pending.popleft, None)
-        return _iterator(DataLoader(batch_sampler=requests, **self._here_options))
+        return _iterator(DataLoader(batch_sampler=requests, **self._main_process_options))
 
-    def _fetch_here(self, request: BatchRequest) -> Any:
+    def _fetch_in_main_process(self, request: BatchRequest) -> Any:
         self._pending.clear()  # if a signal interrupted the last fetch
         self._pending.append(request)
         with one_thread():
-            return _take(self._here, request.path)
+            return _take(self._main_process_iterator, request.path)
 
 
 @contextmanager
@@ -509,7 +511,7 @@ def _stop(stream: Any) -> None:
         stream._shutdown_workers()
 
 
-def _take(stream: Iterator[Any], path: Path) -> Any:
+def _take(stream: Iterator[Any], path: SeedPath) -> Any:
     try:
         found, batch = next(stream)
     except StopIteration as error:

@@ -5,6 +5,11 @@ user's code runs, and afterwards checks that it called `MicroBatch.backward` onc
 micro-batch is done, ranks exchange what else the step needs (losses, weights, buffers), and the
 gradients of the whole step are in ``.grad``.
 
+In a run whose ranks may be lost (`phalanx run --elastic`), a lost rank is noticed when gradients
+are reduced or at the end of the loop. The survivors then form a group, tell each other which
+micro-batches they have run, and the loop goes on with those that are missing (`_recovery`). The
+loop ends with a barrier: see `_generations`.
+
 A mistake that one rank finds fails the group, so that all ranks raise it. Leaving the loop early is
 reported by the next step of an optimizer or of the run, not in the loop, so that an exception that
 passes through it is not masked.
@@ -13,19 +18,24 @@ passes through it is not masked.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from .. import _faultpoints as faultpoints
 from ..ddp._autograd_hooks import find_tensors
-from ..ddp._summation_tree import ordered_sum
-from ..errors import InvalidState, RankMismatch
+from ..ddp._gradient_fold import GradientFold
+from ..ddp._summation_tree import LeafBlock, Node, ordered_sum
+from ..errors import GroupError, InvalidState, RankMismatch, RendezvousError
 from ..groups._call_site import user_site
 from ._randomness import derive_seed, seed_generators
+from ._recovery import Cover, NodeSums, node_gradients, sum_cover
 
 if TYPE_CHECKING:
     from ._loader import ElasticLoader
@@ -33,25 +43,46 @@ if TYPE_CHECKING:
 
 SIGNATURE_BITS = 48  # of the hash of a batch's shapes; a float64 holds them exactly
 NO_WEIGHT = -1.0
+COMMITTED_WITHOUT_ALL = "another rank committed this section before this rank had all of it"
 _running = threading.local()  # has `is_managed` while this thread is in `MicroBatch.backward`
 
 
+class LoopFlags(NamedTuple):
+    """What ranks combine at the end of every loop, whether or not a rank was lost in it."""
+
+    means_changed: float  # whether micro-batches changed buffers; see `BufferAverage`
+    firsts_changed: float
+    known_requests: float  # to join or leave
+
+    @classmethod
+    def combine(cls, flags: Iterable[LoopFlags]) -> LoopFlags:
+        """Return whether any rank changed buffers, and the most requests that any knows of."""
+        return cls(*map(max, zip(*flags, strict=True)))
+
+
 class LoopRecord(NamedTuple):
-    """What a rank tells the others at the end of a loop, as numbers of equal count on all ranks."""
+    """What a rank tells the others at the end of a loop, as numbers of equal count on all ranks.
+
+    `losses` and `weights` have one number per micro-batch. All other fields, and those of `flags`,
+    must be single floats: `pack` puts them in a row.
+    """
 
     losses: list[float]
     weights: list[float]  # `NO_WEIGHT` for each, or at least 0
     signature: float  # a hash of the shapes of its batches
-    means_changed: float  # whether its micro-batches changed buffers; see `BufferAverage`
-    firsts_changed: float
+    seconds: float  # per micro-batch, in the user's code
+    flags: LoopFlags
 
     def pack(self, longest: int) -> list[float]:
         padding = [0.0] * (longest - len(self.losses))
-        return [*self.losses, *padding, *self.weights, *padding, *self[2:]]
+        numbers = [self.signature, self.seconds, *self.flags]
+        return [*self.losses, *padding, *self.weights, *padding, *numbers]
 
     @classmethod
     def unpack(cls, row: list[float], count: int, longest: int) -> LoopRecord:
-        return cls(row[:count], row[longest : longest + count], *row[2 * longest :])
+        signature, seconds, *flags = row[2 * longest :]
+        losses, weights = row[:count], row[longest : longest + count]
+        return cls(losses, weights, signature, seconds, LoopFlags(*flags))
 
 
 class MicroBatch:
@@ -104,12 +135,12 @@ class MicroBatch:
 
 
 class Step:
-    """One step of the optimizer: V micro-batches, over all ranks."""
+    """One step of the run: `micro_batches` micro-batches, divided among the ranks."""
 
     def __init__(self, run: ElasticRun, number: int) -> None:
         self.number = number
         """How many steps the run has made, counting this one."""
-        self._phase = 0
+        self._completed_loops = 0
         """How many loops over micro-batches it has completed."""
         self._run = run
         self._loss: float | None = None
@@ -158,56 +189,97 @@ class Step:
         loop = self._open_loop
         if loop is None:
             return
-        if loop.backward_passes == len(loop.numbers):
+        if loop.backward_passes == loop.planned:
             loop.fail(
                 f"{caller} was called before the loop over the micro-batches of step {self.number} "
                 "was over. Let the for loop run to its end; zip() and break leave it early"
             )
         else:
             loop.fail(
-                f"{caller} was called after {loop.backward_passes} of {len(loop.numbers)} "
-                f"micro-batches of this rank in step {self.number}. Call it after the loop, and do "
-                "not break out of the loop: the other ranks wait for the rest"
+                f"{caller} was called after {loop.backward_passes} of {loop.planned} micro-batches "
+                f"of this rank in step {self.number}. Call it after the loop, and do not break out "
+                "of the loop: the other ranks wait for the rest"
             )
 
     def _finish_loop(self, loss: float, losses: list[float]) -> None:
         self._open_loop, self._loss, self._losses = None, loss, losses
-        self._phase += 1
+        self._completed_loops += 1
 
 
 class MicroBatchLoop:
     """One loop over this rank's micro-batches of a step."""
 
     def __init__(self, run: ElasticRun, step: Step, loader: ElasticLoader | None) -> None:
-        self.numbers = range(run._plan.block.lo, run._plan.block.hi)
         self.step = step
+        self.planned = len(run._plan.block)
+        """How many micro-batches this rank is to run, as far as is known."""
         self._run = run
         self._loader = loader
         self._current: MicroBatch | None = None
-        self._weights: list[float] = []
-        self._losses: list[float] = []
+        self._results: dict[int, tuple[float, float]] = {}
+        """The loss and the weight of the micro-batches that this rank has run, by number."""
         self._signature = 0
+        self._fold = run._fold
+        self._held: dict[Node, NodeSums] = {}
+        """The sums that this rank has, after a rank was lost."""
+        self._failure: GroupError | RendezvousError | None = None
+        """The error that reported a lost rank, found in a backward pass."""
+        self._previous: list[tuple[Tensor, Tensor]] = []
+        self._outcome: tuple[float, list[float]] | None = None
+        """The loss of the step and of its micro-batches, once this rank has all of the step."""
+        self._known_requests = 0  # the most that any rank knows of
+        self._seconds = 0.0
+        self._all_seconds: list[float] = []  # per micro-batch, by rank
+        self._used: set[int] = set()
+        self._has_run = False  # all micro-batches of this rank's block
+        self._records: list[dict[str, Any]] = []  # what the survivors have, after a rank was lost
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        run, step, loader = self._run, self.step, self._loader
+        run, loader = self._run, self._loader
         if loader is not None and loader not in run.loaders:
             self.fail(
                 "step.micro_batches() takes a loader that run.loader() of this run has made, got "
                 f"another {type(loader).__name__}"
             )
         run._check_parameters()
-        run._reducer.begin_fold(run._fold)
-        previous = self._set_previous_aside()
+        run._begin_section()
+        has_regrouped = run._has_regrouped()
+        try:
+            if not has_regrouped:
+                run._reducer.begin_fold(run._fold)
+        except (GroupError, RendezvousError) as error:
+            run._raise_unless_recoverable(error)
+            self._failure = error
+        self._previous = self._set_previous_aside()
         run._buffers.begin()
-        for number in self.numbers:
+        if self._failure is None and not has_regrouped:
+            yield from self._run_block(run._fold, run._plan.block)
+            self._has_run = True
+            if self._failure is None:
+                self._failure = self._try_to_finish()
+        if self._failure is not None or has_regrouped:
+            yield from self._recover(self._failure)
+        self._publish()
+
+    def _run_block(self, fold: GradientFold, block: LeafBlock) -> Iterator[MicroBatch]:
+        """Yield some micro-batches, and fold their gradients."""
+        run, step, loader = self._run, self.step, self._loader
+        self._fold = fold
+        for number, merges in zip(range(block.lo, block.hi), block.merges, strict=True):
             batch = None
             if loader is not None:
                 batch = loader._fetch(loader.next_loop, number)
                 self._check_shapes(loader, number, batch)
             run._buffers.restore()
-            seed_generators(derive_seed(run.seed, "step", step.number, step._phase, number))
+            seed_generators(
+                derive_seed(run.seed, "step", step.number, step._completed_loops, number)
+            )
             micro = self._current = MicroBatch(self, number, batch)
+            if faultpoints.armed:
+                faultpoints.reach("elastic:forward")
+            began = time.perf_counter()
             yield micro
+            self._seconds += time.perf_counter() - began
             if micro._backward_calls == 0:
                 self.fail(
                     f"micro-batch {number} of step {step.number} had no backward pass. Call "
@@ -215,16 +287,17 @@ class MicroBatchLoop:
                     "collected in a list"
                 )
             try:
-                run._buffers.collect(number)
+                run._buffers.collect(number, merges)
             except InvalidState as error:
                 self.fail(str(error))
             self._current = None
-        self._finish(previous)
+            if faultpoints.armed:
+                faultpoints.reach("elastic:folded")
 
     def refuse_unmanaged_backward(self) -> None:
         """Raise for a call of backward in the loop that is not `MicroBatch.backward`."""
         # Another run may train the same parameters, after this one has failed.
-        if not getattr(_running, "is_managed", False) and self._run.group.failure() is None:
+        if not getattr(_running, "is_managed", False) and self._run._comm.failure() is None:
             self.fail(
                 f"backward() was called on a tensor in the micro-batches of step {self.step.number}"
                 ". Call micro.backward(loss) instead of loss.backward()"
@@ -233,14 +306,14 @@ class MicroBatchLoop:
     @property
     def backward_passes(self) -> int:
         """How many micro-batches of this rank had their backward pass."""
-        return len(self._losses)
+        return len(self._results)
 
     def fail(self, message: str) -> NoReturn:
         """Raise here, and fail the group, so that the other ranks raise too."""
         # Clear it first, or the next call would report it again.
         self.step._open_loop = None
-        self._run.group.abort(message)
-        raise InvalidState(f"{message} ({user_site()}, rank {self._run.group.rank()})")
+        self._run._fail(message)
+        raise InvalidState(f"{message} ({user_site()}, rank {self._run._comm.rank})")
 
     def _set_previous_aside(self) -> list[tuple[Tensor, Tensor]]:
         """Take gradients that were not zeroed, to add those of this loop to them."""
@@ -284,19 +357,24 @@ class MicroBatchLoop:
         self._check_loss(loss)
         self._check_weight(micro, weight)
         micro._backward_calls += 1
-        self._weights.append(NO_WEIGHT if weight is None else float(weight))
-        self._losses.append(float(report.detach() if isinstance(report, Tensor) else report))
+        reported = float(report.detach() if isinstance(report, Tensor) else report)
+        self._results[micro.number] = reported, NO_WEIGHT if weight is None else float(weight)
         # With weights, the sum of all is known only after the loop.
-        run._fold.divisor = float(run.micro_batches) if weight is None else 1.0
+        self._fold.divisor = float(run.micro_batches) if weight is None else 1.0
         if weight == 0:
             loss = None  # it contributes nothing, even if it is NaN
         elif weight is not None:
             loss = loss * weight
         outer, _running.is_managed = getattr(_running, "is_managed", False), True
+        if faultpoints.armed:
+            faultpoints.reach("elastic:backward")
         try:
-            run._reducer.run_micro_batch(run._fold, loss, **kwargs)
+            run._reducer.run_micro_batch(self._fold, loss, **kwargs)
         except InvalidState as error:  # of ours: a late or sparse gradient
             self.fail(str(error))
+        except GroupError as error:  # the gradients of this rank are folded all the same
+            run._raise_unless_recoverable(error)
+            self._failure = error
         finally:
             _running.is_managed = outer
 
@@ -312,21 +390,49 @@ class MicroBatchLoop:
     def _check_weight(self, micro: MicroBatch, weight: float | None) -> None:
         if weight is not None and not 0 <= weight < math.inf:
             self.fail(f"weight must be a finite number, at least 0, got {weight}")
-        before = self._weights[:1]
-        if before and (weight is None) != (before[0] == NO_WEIGHT):
+        before = next(iter(self._results.values()), None)
+        if before is not None and (weight is None) != (before[1] == NO_WEIGHT):
             self.fail(
                 f"micro-batch {micro.number} of step {self.step.number} has weight {weight}, the "
-                f"one before had {None if weight is not None else before[0]}. Give all "
+                f"one before had {None if weight is not None else before[1]}. Give all "
                 "micro-batches a weight, or none"
             )
 
     # -- the end of the loop ---------------------------------------------------------------
 
-    def _finish(self, previous: list[tuple[Tensor, Tensor]]) -> None:
-        run, step = self._run, self.step
+    def _try_to_finish(self) -> GroupError | RendezvousError | None:
+        """End the loop; return the error if a rank was lost meanwhile."""
+        try:
+            self._finish()
+        except (GroupError, RendezvousError) as error:
+            self._run._raise_unless_recoverable(error)
+            return error
+        return None
+
+    def _finish(self) -> None:
+        """Combine what all ranks have, if none was lost; the gradients are reduced already."""
+        run = self._run
+        if faultpoints.armed:
+            faultpoints.reach("elastic:reduced")
         records = self._exchange()
+        if faultpoints.armed:
+            faultpoints.reach("elastic:recorded")
         losses = [loss for record in records for loss in record.losses]
         weights = [weight for record in records for weight in record.weights]
+        outcome = self._apply_weights(losses, weights)
+        flags = LoopFlags.combine(record.flags for record in records)
+        run._buffers.finish(
+            means_changed=bool(flags.means_changed), firsts_changed=bool(flags.firsts_changed)
+        )
+        self._known_requests = int(flags.known_requests)
+        self._all_seconds = [record.seconds for record in records]
+        self._pass_barrier(outcome)
+
+    def _apply_weights(
+        self, losses: list[float], weights: list[float]
+    ) -> tuple[float, list[float]]:
+        """Divide the gradients by the sum of weights; return the losses."""
+        run, step = self._run, self.step
         without = [weight == NO_WEIGHT for weight in weights]
         if any(without) and not all(without):
             raise RankMismatch(
@@ -336,30 +442,61 @@ class MicroBatchLoop:
                 operation="micro_batches",
             )
         if without[0]:
-            loss = ordered_sum(losses) / run.micro_batches
-        else:
-            total = math.fsum(weights)
-            products = [w * each if w else 0.0 for w, each in zip(weights, losses, strict=True)]
-            loss = ordered_sum(products) / total if total else math.nan
-            self._divide(total)
-        run._buffers.finish(
-            means_changed=any(record.means_changed for record in records),
-            firsts_changed=any(record.firsts_changed for record in records),
-        )
+            return ordered_sum(losses) / run.micro_batches, losses
+        total = math.fsum(weights)
+        products = [w * each if w else 0.0 for w, each in zip(weights, losses, strict=True)]
+        self._divide(total)
+        return ordered_sum(products) / total if total else math.nan, losses
+
+    def _divide(self, total: float) -> None:
+        gradients = [p.grad for p in self._run._reducer.parameters if p.grad is not None]
+        if gradients and total:
+            with torch.no_grad():
+                torch._foreach_div_(gradients, total)
+
+    def _pass_barrier(self, outcome: tuple[float, list[float]]) -> None:
+        """Wait until every rank has all of the step. Passing the barrier is the commit."""
+        self._outcome = outcome
+        if self._run._has_dynamic_membership:
+            if faultpoints.armed:
+                faultpoints.reach("elastic:commit")
+            self._run._comm.barrier()
+
+    def _publish(self) -> None:
+        """Show the user the committed step: ``.grad``, loader position, losses."""
+        run, step = self._run, self.step
+        assert self._outcome is not None
+        if faultpoints.armed:
+            faultpoints.reach("elastic:committed")
         with torch.no_grad():
-            for parameter, before in previous:
+            for parameter, before in self._previous:
                 new = parameter.grad
                 parameter.grad = before if new is None else before + new
         if self._loader is not None:
             self._loader._advance()
-        step._finish_loop(loss, losses)
-        seed_generators(derive_seed(run.seed, "after", step.number, step._phase))
+        run._note_requests(self._known_requests)
+        run._rebalance(self._all_seconds)
+        step._finish_loop(*self._outcome)
+        seed_generators(derive_seed(run.seed, "after", step.number, step._completed_loops))
+
+    def _flags(self) -> LoopFlags:
+        means_changed, firsts_changed = self._run._buffers.changed_kinds()
+        return LoopFlags(
+            float(means_changed), float(firsts_changed), float(self._run._known_requests)
+        )
 
     def _exchange(self) -> list[LoopRecord]:
         """Return every rank's record of the loop."""
         run, comm = self._run, self._run._comm
-        changes = map(float, run._buffers.changes())
-        mine = LoopRecord(self._losses, self._weights, float(self._signature), *changes)
+        pairs = [self._results[number] for number in sorted(self._results)]
+        losses, weights = [loss for loss, _ in pairs], [weight for _, weight in pairs]
+        mine = LoopRecord(
+            losses,
+            weights,
+            float(self._signature),
+            (self._seconds - run._reducer.exposed_seconds) / len(pairs),
+            self._flags(),
+        )
         if comm.size == 1:
             return [mine]
         lengths = [len(block) for block in run._plan.blocks]
@@ -369,9 +506,14 @@ class MicroBatchLoop:
         rows = torch.full((comm.size, len(row)), -0.0, dtype=torch.float64, device=comm.device)
         rows[comm.rank] = torch.tensor(row, dtype=torch.float64)
         comm.sum(rows.view(-1)).wait()
-        pairs = zip(rows.tolist(), lengths, strict=True)
-        records = [LoopRecord.unpack(row, count, longest) for row, count in pairs]
-        if len({record.signature for record in records}) > 1:
+        pairs_of = zip(rows.tolist(), lengths, strict=True)
+        records = [LoopRecord.unpack(row, count, longest) for row, count in pairs_of]
+        self._check_signatures({record.signature for record in records})
+        return records
+
+    def _check_signatures(self, signatures: set[float]) -> None:
+        comm = self._run._comm
+        if len(signatures) > 1:
             texts = comm.exchange("no loader" if self._loader is None else str(self._loader))
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise RankMismatch(
@@ -380,10 +522,107 @@ class MicroBatchLoop:
                 group=comm.label,
                 operation="micro_batches",
             )
-        return records
 
-    def _divide(self, total: float) -> None:
-        gradients = [p.grad for p in self._run._reducer.parameters if p.grad is not None]
-        if gradients and total:
-            with torch.no_grad():
-                torch._foreach_div_(gradients, total)
+    # -- after a rank was lost -----------------------------------------------------------------
+
+    def _hold(self, fold: GradientFold, *, clones: bool) -> None:
+        """Keep the sums of micro-batches that this rank has run.
+
+        Redone folds share the reducer's input slots, so the next range would overwrite them: copy.
+        The first fold's slots belong to the old reducer, which nothing writes to any more: views
+        suffice.
+        """
+        self._used |= fold.used
+        buckets = self._run._reducer.buckets
+        nodes = fold.nodes()
+        buffers = self._run._buffers.take_nodes() if clones else self._run._buffers.nodes()
+        for node, of_buffers in zip(nodes, buffers or [[]] * len(nodes), strict=True):
+            gradients = node_gradients(node, buckets, clones=clones)
+            self._held[node.lo, node.hi] = NodeSums(gradients, of_buffers)
+
+    def _recover(self, error: GroupError | RendezvousError | None) -> Iterator[MicroBatch]:
+        """End the loop with the survivors; yield what they have to run again.
+
+        `error`: what reported the lost rank; None if the survivors have regrouped already.
+        """
+        run = self._run
+        if self._has_run:
+            self._hold(run._fold, clones=False)
+        # The nodes are in _held now; sums of redone micro-batches start empty.
+        run._buffers.take_nodes()
+        while True:
+            self._failure = None
+            try:
+                if error is not None and not run._regroup(error):
+                    assert self._outcome is not None, COMMITTED_WITHOUT_ALL
+                    return
+                while (cover := self._exchange_held()).missing:
+                    yield from self._redo(cover.to_redo(run._comm.rank))
+                self._sum_held(cover)
+                return
+            except (GroupError, RendezvousError) as caught:
+                run._raise_unless_recoverable(caught)
+                error = caught
+
+    def _redo(self, ranges: list[range]) -> Iterator[MicroBatch]:
+        run = self._run
+        if faultpoints.armed:
+            faultpoints.reach("elastic:redo")
+        for parameter in run._reducer.parameters:
+            parameter.grad = None  # it may have the sum of a loop that was not committed
+        count = sum(map(len, ranges))
+        self.planned += count
+        for each in ranges:
+            block = LeafBlock(each.start, each.stop, run.micro_batches)
+            fold = run._make_fold(block)
+            run._reducer.begin_fold(fold)
+            yield from self._run_block(fold, block)
+            self._hold(fold, clones=True)
+
+    def _exchange_held(self) -> Cover:
+        """Tell the other ranks what this one has, and find what is missing."""
+        run = self._run
+        if faultpoints.armed:
+            faultpoints.reach("elastic:cover")
+        mine = {
+            "nodes": list(self._held),
+            "results": list(self._results.items()),
+            "signature": self._signature if self._results else None,
+            "used": sorted(self._used),
+            "has_first": run._buffers.has_first_values,
+            "flags": self._flags(),
+        }
+        texts = run._comm.exchange(json.dumps(mine))
+        self._records = [json.loads(text) for text in texts]
+        held = [[(lo, hi) for lo, hi in record["nodes"]] for record in self._records]
+        return Cover(held, run.micro_batches)
+
+    def _sum_held(self, cover: Cover) -> None:
+        """Sum the gradients and buffers of all ranks."""
+        run, records = self._run, self._records
+        self._check_signatures({each["signature"] for each in records} - {None})
+        results = {number: pair for each in records for number, pair in each["results"]}
+        losses, weights = zip(*(results[i] for i in range(run.micro_batches)), strict=True)
+        divisor = float(run.micro_batches) if weights[0] == NO_WEIGHT else 1.0
+        contributed = [self._held[node] for node in cover.nodes_of(run._comm.rank)]
+        used = {i for each in records for i in each["used"]}
+        with torch.no_grad():
+            run._reducer.set_gradients(
+                [each.gradients for each in contributed],
+                lambda rows: sum_cover(run._comm, rows, cover, divisor),
+                used,
+            )
+        if faultpoints.armed:
+            faultpoints.reach("elastic:reduced")
+        outcome = self._apply_weights(list(losses), list(weights))
+        flags = LoopFlags.combine(LoopFlags(*each["flags"]) for each in records)
+        with_first = [i for i, each in enumerate(records) if each["has_first"]]
+        run._buffers.finish_cover(
+            [each.buffers for each in contributed],
+            cover,
+            means_changed=bool(flags.means_changed),
+            first_rank=with_first[0] if flags.firsts_changed else None,
+        )
+        self._known_requests = int(flags.known_requests)
+        self._all_seconds = []  # some ranks may have those of the group before
+        self._pass_barrier(outcome)

@@ -5,28 +5,39 @@ seed, the step and its own number, and gradients are added up in an order that d
 but those numbers (`phalanx.ddp._summation_tree`). So a run has the same bits at every world size,
 and may be stopped and continued at another.
 
+Under `phalanx run --elastic` the ranks are *workers* that may be lost, replaced, added and removed
+while the run goes on. A rank is then only whoever runs some micro-batches: those of a lost rank are
+run by the others, with the same bits. The constructor, `loader` and `restore` do not wait for other
+workers there. The first step does: a worker joins the others and gets their state.
+
 The parts: `_micro_batches` has the loop, `_loader` the data, `_randomness` the generators,
-`_buffers` the buffers, `_fingerprint` what else the bits depend on. Gradients take the path of
-`phalanx.ddp`: its reducer, its buckets.
+`_buffers` the buffers, `_run_state` what is saved and what workers that join get; `_generations`
+has the members of an elastic run, `_recovery` a step after a rank was lost. Gradients take the path
+of `phalanx.ddp`: its reducer, its buckets.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 
-from ..checkpoint import CheckpointManager, Replicated
+from .. import _faultpoints as faultpoints
+from ..checkpoint import CheckpointManager
 from ..checkpoint._replication import state_digest
 from ..checkpoint._types import check_integer
-from ..ddp import DistributedDataParallel
+from ..ddp import DistributedDataParallel, ShardedOptimizer
 from ..ddp._buckets import BucketOptions, DelayedReduction
 from ..ddp._communicator import Communicator, broadcast_coalesced
 from ..ddp._config import check_parameters, resolve_bucket_caps
@@ -35,17 +46,28 @@ from ..ddp._gradient_fold import GradientFold
 from ..ddp._module_inspection import ModuleInventory
 from ..ddp._parameter_consistency import verify_parameters
 from ..ddp._reducer import Reducer
-from ..ddp._summation_tree import SummationPlan
-from ..errors import InvalidArgument, InvalidState, InvalidType, RankMismatch
+from ..ddp._summation_tree import LeafBlock, SummationPlan, max_subtrees
+from ..env import ElasticEnv, read_elastic_env
+from ..errors import (
+    GroupError,
+    InvalidArgument,
+    InvalidState,
+    InvalidType,
+    RankMismatch,
+    RendezvousError,
+)
 from ..groups import ProcessGroup, new_group
 from ..groups._call_site import warn_user
 from ..groups._current_group import default_group
+from ..groups._factory import DEFAULT_TIMEOUT
 from ._buffers import BufferAverage, BufferRule, is_expanded
-from ._evaluation import evaluate
-from ._fingerprint import current_fingerprint, fingerprint_differences
+from ._division import Rebalancing, share_of
+from ._elastic_worker import ElasticWorker, MembershipChange
+from ._evaluation import Evaluation
 from ._loader import ElasticLoader
-from ._micro_batches import Step
+from ._micro_batches import COMMITTED_WITHOUT_ALL, Step
 from ._randomness import derive_seed, seed_generators
+from ._run_state import RunPosition, RunState, current_fingerprint, receive_state, send_state
 
 SEED_LIMIT = 1 << 63
 
@@ -84,6 +106,13 @@ class ElasticRun:
         strict: whether torch raises for operations without a deterministic algorithm, and `restore`
             if the fingerprint differs; otherwise both warn.
         bucket_cap_mb: as in `phalanx.DDP`.
+        backend, timeout: those of the groups of an elastic run (`phalanx run --elastic`). A rank
+            that does not respond for this long is killed and counts as lost.
+        rebalance: whether the ranks' shares of the micro-batches follow their measured speed, so
+            that a slow rank runs fewer. The bits stay the same; it costs memory for a few more
+            copies of the gradients.
+        on_change: called in an elastic run, on every member, after ranks were lost, have joined or
+            have left, with a `MembershipChange`.
 
     Raises:
         RankMismatch: if the arguments or the module differ between ranks; on every rank.
@@ -103,6 +132,10 @@ class ElasticRun:
         buffers: Mapping[str, BufferRule] | None = None,
         strict: bool = False,
         bucket_cap_mb: float | None = None,
+        backend: str = "auto",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        rebalance: bool = False,
+        on_change: Callable[[MembershipChange], None] | None = None,
     ) -> None:
         self.model = model
         self.optimizers = _check_optimizers(optimizer)
@@ -112,64 +145,188 @@ class ElasticRun:
         if self.seed >= SEED_LIMIT:
             raise InvalidArgument(f"seed must be below 2**63, got {seed}")
         self.state = _check_state(state or {})
-        self.group = _resolve_group(group)
-        """The process group. Do not call collectives in the loop over micro-batches: ranks may run
-        different numbers of them."""
         inventory = _inspect(model)
-        named = inventory.parameters
-        self._comm = Communicator(self.group, named[0][1].device)
-        self._compare_arguments({"bucket_cap_mb": bucket_cap_mb, "buffers": dict(buffers or {})})
-        torch.set_num_threads(self.threads)
-        _use_deterministic_algorithms(strict)
+        self._named = inventory.parameters
+        self._sparse = inventory.sparse
+        self._device = self._named[0][1].device
+        self._bucket_cap_mb = bucket_cap_mb
+        self._buffer_rules = dict(buffers or {})
         self._strict = strict
-        verify_parameters(named, self._comm, operation="ElasticRun")
-        self._parameter_ids = {id(parameter) for _, parameter in named}
+        self._parameter_ids = {id(parameter) for _, parameter in self._named}
         self._optimized = -1  # how many parameters the optimizers had at the last check
-        self._check_parameters()
-        self._plan = SummationPlan(self._comm.rank, self._comm.size, self.micro_batches)
-        self._fold = GradientFold(self._comm, self._plan)
-        self._buffers = BufferAverage(model, self._comm, self._plan, buffers or {})
-        options = BucketOptions(
-            caps=resolve_bucket_caps(bucket_cap_mb, None, shared=self._comm.shares_memory),
-            sparse=inventory.sparse,
-            delay=DelayedReduction(),
-            dtype=None,
-            slots=self._plan.slots,
+        self.loaders: list[ElasticLoader] = []
+        self._current_step: Step | None = None
+        self._checkpoints: CheckpointManager | None = None
+        self._reload_checkpoint: Callable[[], int] | None = None
+        """Restores again what `restore` was asked for: the newest checkpoint, or the given step."""
+        self._saved_step: int | None = None  # when all ranks called `save` last
+        self._written_step: int | None = None  # the checkpoint that this rank has written or read
+        self._evaluation_calls = 0
+        self._on_change = on_change
+        self._may_rebalance = rebalance
+        self._rebalancing: Rebalancing | None = None
+        self._worker: ElasticWorker | None = None
+        self._buffers = BufferAverage(model, self._buffer_rules)
+        self._run_state = RunState(
+            model,
+            self.optimizers,
+            self.state,
+            self.loaders,
+            named=self._named,
+            buffers=self._buffers,
+            seed=self.seed,
+            micro_batches=self.micro_batches,
         )
+        self._has_reducer = False
+        self._owns_group = False
+        env = read_elastic_env()
+        if env is None or group is not None:
+            _refuse_elastic_group(env)
+            self._use_group(self._resolve_group(group))
+        else:
+            self._use_local_settings()
+            _refuse_sharded(self.optimizers)
+            self._check_parameters()
+            self._worker = ElasticWorker(
+                env,
+                backend=backend,
+                device=self._device,
+                timeout=timeout,
+                max_members=self.micro_batches,
+            )
+        self._handles = _register_optimizer_hooks(self)
+        self._handles.append(_check_after_load(self))
+
+    def _resolve_group(self, group: Any) -> ProcessGroup:
+        if group is None:
+            group = default_group()
+            if not isinstance(group, ProcessGroup):
+                self._owns_group = True
+                return new_group()
+        if not isinstance(group, ProcessGroup):
+            raise InvalidType(
+                f"group must be a group of phalanx.groups.new_group(), got {type(group).__name__}"
+            )
+        return group
+
+    def _use_group(self, group: ProcessGroup) -> None:
+        """Make a fixed group the ranks of this run: all of them call this."""
+        self._comm = Communicator(group, self._device)
+        self._compare_arguments()
+        self._use_local_settings()
+        verify_parameters(self._named, self._comm, operation="ElasticRun")
+        self._check_parameters()
+        self._divide_equally()
+        self._buffers.attach(self._comm, self._plan)
         named_buffers = self._buffers.named()
         verify_parameters(named_buffers, self._comm, what="buffers", operation="ElasticRun")
-        self._reducer = Reducer(named, self._comm, options, reduce="sum")
+        self._make_reducer()
+        self._reducer.broadcast_parameters()
+        writable = [tensor for _, tensor in named_buffers if not is_expanded(tensor)]
+        broadcast_coalesced(writable, self._comm, root=0)
+
+    def _divide_equally(self) -> None:
+        self._plan = SummationPlan(self._comm.rank, self._comm.size, self.micro_batches)
+        self._rebalancing = None
+        if self._may_rebalance and self._comm.size > 1:
+            shares = [len(block) for block in self._plan.blocks]
+            self._rebalancing = Rebalancing(self.micro_batches, shares)
+
+    def _rebalance(self, seconds: list[float]) -> None:
+        """Divide the micro-batches by the speeds of all ranks in a step, equal on all ranks."""
+        rebalancing = self._rebalancing
+        if rebalancing is None or not seconds or not rebalancing.update(seconds):
+            return
+        comm = self._comm
+        self._plan = SummationPlan(comm.rank, comm.size, self.micro_batches, rebalancing.shares)
+        self._fold = GradientFold(comm, self._plan)
+        self._buffers.attach(comm, self._plan)
+        for loader in self.loaders:
+            loader._set_block(self._plan.block.lo, self._plan.block.hi)
+
+    def _use_local_settings(self) -> None:
+        torch.set_num_threads(self.threads)
+        _use_deterministic_algorithms(self._strict)
+
+    def _make_reducer(self) -> None:
+        """Make what reduces the gradients of the current group; all its ranks call this."""
+        self._fold = GradientFold(self._comm, self._plan)
+        options = BucketOptions(
+            caps=resolve_bucket_caps(self._bucket_cap_mb, None, shared=self._comm.shares_memory),
+            sparse=self._sparse,
+            delay=DelayedReduction(),
+            dtype=None,
+            slots=self._plan.slots
+            if self._rebalancing is None
+            else max_subtrees(self.micro_batches, self._comm.size),
+        )
+        self._reducer = Reducer(self._named, self._comm, options, reduce="sum")
+        self._has_reducer = True
         if self._reducer.optimizers:
             raise InvalidState(
                 "ElasticRun cannot step optimizers in backward: call optimizer.step()"
             )
         self._reducer.on_unmanaged_backward = _weakly(self._refuse_unmanaged_backward)
-        self._reducer.broadcast_parameters()
-        writable = [tensor for _, tensor in named_buffers if not is_expanded(tensor)]
-        broadcast_coalesced(writable, self._comm, root=0)
-        self._handles = _check_before_step(self)
-        self._handles.append(_check_after_load(self))
-        self.loaders: list[ElasticLoader] = []
-        self._current_step: Step | None = None
-        self._completed = 0
-        self._phase = 0
-        self._loader_states: list[dict[str, Any]] = []
-        """States of loaders that were restored and are not made yet."""
-        self._checkpoints: CheckpointManager | None = None
-        self._saved_step: int | None = None
+
+    def _close_reducer(self) -> None:
+        if self._has_reducer:
+            self._reducer.close()
+            self._has_reducer = False
+
+    def _make_fold(self, block: LeafBlock) -> GradientFold:
+        """Make a fold of micro-batches whose sums are not reduced with their last pass."""
+        return GradientFold(self._comm, self._plan, block=block)
 
     # -- the loop --------------------------------------------------------------------------
 
     @property
+    def group(self) -> ProcessGroup:
+        """The process group. Do not call collectives in the loop over micro-batches: ranks may run
+        different numbers of them."""
+        if self._has_dynamic_membership:
+            raise InvalidState(
+                "the ranks of an elastic run come and go, so run.group is not available: a "
+                "collective of yours would wait for a rank that has died. Use run.evaluate(), "
+                "step.loss, run.is_leader and run.world_size"
+            )
+        assert self._comm._ours is not None
+        return self._comm._ours
+
+    @property
+    def _has_dynamic_membership(self) -> bool:
+        """Whether `phalanx run --elastic` started this process, so that members come and go."""
+        return self._worker is not None
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks at the moment; 0 before the first step of an elastic run."""
+        return self._comm.size if self._is_member else 0
+
+    @property
+    def _is_member(self) -> bool:
+        return self._worker is None or self._worker.is_member
+
+    @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0; to print or log once."""
+        """Whether this is rank 0; to print or log once.
+
+        If that rank is lost, another becomes the leader.
+        """
+        if self._worker is not None and not self._worker.is_member:
+            return self._worker.is_initial_worker
         return self._comm.rank == 0
 
     @property
     def completed_steps(self) -> int:
         """How many steps the run has made."""
+        return self._position.steps
+
+    @property
+    def _position(self) -> RunPosition:
         step = self._current_step
-        return self._completed if step is None or not step._phase else step.number
+        if step is None or not step._completed_loops:
+            return self._run_state.position
+        return RunPosition(step.number, step._completed_loops)
 
     def loader(
         self,
@@ -210,36 +367,47 @@ class ElasticRun:
             multiprocessing_context=multiprocessing_context,
             timeout=timeout,
         )
-        loader._set_block(self._plan.block.lo, self._plan.block.hi)
-        if key < len(self._loader_states):
-            self._report_differences(loader._differences(self._loader_states[key]))
-            loader.load_state_dict(self._loader_states[key])
+        if self._is_member:
+            loader._set_block(self._plan.block.lo, self._plan.block.hi)
+        restored = self._run_state.loader_states
+        if key < len(restored):
+            self._report_differences(loader._differences(restored[key]))
+            loader.load_state_dict(restored[key])
         self.loaders.append(loader)
         return loader
 
     def steps(self, total: int) -> Iterator[Step]:
-        """Yield steps until the run has made `total` of them in all, in this process or earlier."""
+        """Yield steps until the run has made `total` of them in all, in this process or earlier.
+
+        In an elastic run the first step waits until this worker is a member. A worker that is told
+        to leave (SIGTERM) exits here, after its step.
+        """
         total = _check_integer("total", total, 0)
+        if self._worker is not None:
+            self._worker.join(self)
         while self.completed_steps < total:
             self._end_step()
-            step = self._current_step = Step(self, self._completed + 1)
+            if self._worker is not None:
+                self._worker.change_members(self)
+            step = self._current_step = Step(self, self._run_state.position.steps + 1)
             seed_generators(derive_seed(self.seed, "begin", step.number))
             yield step
             if self._current_step is not step:
                 raise InvalidState("run.steps() or run.restore() was called within a step")
             step._check_complete("the next step of run.steps()")
-            if not step._phase:
+            if not step._completed_loops:
                 message = f"step {step.number} had no micro-batches"
-                self.group.abort(message)
+                self._fail(message)
                 raise InvalidState(f"{message}. Loop over step.micro_batches(loader)")
         self._end_step()
+        if self._worker is not None:
+            self._worker.finish(self)
 
     def _end_step(self) -> None:
         step = self._current_step
         if step is not None:
             step._check_complete("run.steps() or run.restore()")
-            if step._phase:
-                self._completed, self._phase = step.number, step._phase
+            self._run_state.position = self._position
             self._current_step = None
 
     def _refuse_unmanaged_backward(self) -> None:
@@ -276,17 +444,123 @@ class ElasticRun:
         mode and gradients disabled, and returns the mean over its samples: a number, a tensor, or a
         dict of these, of the same shapes for every batch. Every sample counts once. The result has
         the same bits at every world size, and is a float, a float64 tensor, or a dict of these.
-        Every rank calls it.
+        Every rank calls it. A worker that joins an elastic run later gets, between calls of
+        `steps`, the results that the others got there.
         """
         self._check_between_loops("run.evaluate()")
+        if self._worker is None or self._current_step is not None:
+            return self._evaluate_section(fn, loader)
+        self._worker.join(self)
+        self._evaluation_calls += 1
+        results = self._run_state.evaluations
+        if self._evaluation_calls > len(results):
+            results.append(self._evaluate_section(fn, loader))
+        return copy.deepcopy(results[self._evaluation_calls - 1])
+
+    def _evaluate_section(self, fn: Callable[[Any], Any], loader: ElasticLoader) -> Any:
+        self._begin_section()
         self._buffers.begin()
         try:
-            return evaluate(self.model, self._comm, fn, loader)
+            return self._evaluate(Evaluation(self.model, fn, loader))
         except Exception as error:  # the other ranks wait for this one's results
-            self.group.abort(f"run.evaluate() raised {type(error).__name__}: {error}")
+            self._fail(f"run.evaluate() raised {type(error).__name__}: {error}")
             raise
         finally:
             self._buffers.restore()
+
+    def _evaluate(self, evaluation: Evaluation) -> Any:
+        comm = self._comm
+        block = LeafBlock.of_rank(comm.rank, comm.size, evaluation.batches)
+        to_run, is_complete = [range(block.lo, block.hi)], False
+        while True:
+            try:
+                for each in to_run:
+                    evaluation.run(each.start, each.stop)
+                for text in self._comm.exchange(evaluation.to_text()) if comm.size > 1 else ():
+                    evaluation.add(text)
+                if missing := evaluation.missing():  # after a rank was lost
+                    to_run = share_of(missing, self._comm.rank, self._comm.size)
+                    continue
+                is_complete = True
+                if self._has_dynamic_membership:
+                    if faultpoints.armed:
+                        faultpoints.reach("elastic:evaluate")
+                    self._comm.barrier()
+                return evaluation.result()
+            except (GroupError, RendezvousError) as error:
+                self._raise_unless_recoverable(error)
+                if not self._regroup(error):
+                    assert is_complete, COMMITTED_WITHOUT_ALL
+                    return evaluation.result()
+                comm, to_run = self._comm, []
+
+    # -- members that come and go ------------------------------------------------------------
+
+    def _begin_section(self) -> None:
+        self._run_state.section += 1
+
+    def _has_regrouped(self) -> bool:
+        return self._worker is not None and self._worker.has_regrouped(self._run_state.section)
+
+    @property
+    def _known_requests(self) -> int:
+        return 0 if self._worker is None else self._worker.known_requests
+
+    def _note_requests(self, known: int) -> None:
+        state = self._run_state
+        state.agreed_requests = max(state.agreed_requests, known)
+        if self._worker is not None:
+            self._worker.tell_progress(self)
+
+    def _raise_unless_recoverable(self, error: BaseException) -> None:
+        if self._worker is None:
+            raise error
+        self._worker.raise_unless_recoverable(error)
+
+    def _regroup(self, error: BaseException) -> bool:
+        """Continue the current section with the survivors; False if others have committed it."""
+        assert self._worker is not None
+        return self._worker.regroup(self, error)
+
+    def _fail(self, message: str) -> None:
+        """Make all ranks raise."""
+        if self._worker is not None:
+            self._worker.mark_failed(message)
+        if self._is_member:
+            self._comm.abort(message)
+
+    def _attach(self, group: ProcessGroup) -> None:
+        """Continue with another group; all of its ranks call this.
+
+        Rank 0 also sends what no state dict has: the reducer's order and which parameters are
+        frozen.
+        """
+        trainable = [name for name, parameter in self._named if parameter.requires_grad]
+        progress = None
+        if self._has_reducer and self._reducer.names == trainable:
+            progress = self._reducer.progress()
+        self._close_reducer()
+        self._comm = Communicator(group, self._device)
+        self._divide_equally()
+        self._buffers.attach(self._comm, self._plan)
+        first, trainable = json.loads(self._comm.exchange(json.dumps([progress, trainable]))[0])
+        for name, parameter in self._named:  # of a worker that joins after the script froze some
+            if parameter.requires_grad != (name in trainable):
+                parameter.requires_grad_(name in trainable)
+        self._make_reducer()
+        if first is not None:
+            self._reducer.load_progress(first)
+        for loader in self.loaders:
+            loader._set_block(self._plan.block.lo, self._plan.block.hi)
+
+    def _send_state(self) -> None:
+        """Send the state of this worker, rank 0, to the others."""
+        send_state(self._run_state.to_transfer(self._position), self._comm)
+
+    def _receive_state(self) -> None:
+        state = receive_state(self._comm)
+        self._report_differences(self._run_state.differences(state["elastic"]))
+        self._run_state.load_transferred(state)
 
     # -- checkpoints -----------------------------------------------------------------------
 
@@ -303,36 +577,35 @@ class ElasticRun:
         self._end_step()
         if self._checkpoints is not None:
             self._checkpoints.close()
-        checkpoints = CheckpointManager(directory, group=self.group, **options)
-        self._checkpoints, self._saved_step = checkpoints, None
+        if self._has_dynamic_membership:
+            if self._is_member:
+                raise InvalidState("call run.restore() before the first step of an elastic run")
+            self._reload_checkpoint = partial(self._restore, directory, step, options)
+            return self._reload_checkpoint()
+        return self._restore(directory, step, options)
+
+    def _restore(
+        self, directory: str | os.PathLike[str], step: int | None, options: dict[str, Any]
+    ) -> int:
+        # All ranks of an elastic run have the same state, and none waits for another to save it.
+        if self._has_dynamic_membership:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+            checkpoints = CheckpointManager(directory, group=_alone(), **options)
+        else:
+            checkpoints = CheckpointManager(directory, group=self.group, **options)
+        self._checkpoints, self._saved_step, self._written_step = checkpoints, None, None
         step = checkpoints.latest() if step is None else step
+        state = self._run_state
         if step is None:
-            return self._completed
+            return state.position.steps
         # First, so that nothing has changed if it raises.
         saved = checkpoints.load(step, {"elastic": None})["elastic"]
-        self._compare_run(saved)
-        loaded = checkpoints.load(step, {**self._objects(), "buffers": None})
-        self._restore_tensors(loaded["buffers"], saved["gradients"])
-        self._completed, self._phase = saved["step"], saved["phase"]
-        self._saved_step = self._completed
-        self._loader_states = list(saved["loaders"])
-        for loader in self.loaders:  # those that were made later start again
-            loader.load_state_dict({"loop": 0})
-        for loader, state in zip(self.loaders, self._loader_states, strict=False):
-            loader.load_state_dict(state)
-        seed_generators(derive_seed(self.seed, "after", self._completed, self._phase))
-        return self._completed
-
-    def _restore_tensors(self, buffers: dict[str, Tensor], gradients: list[str]) -> None:
-        """Set what is in no state dict: temporary buffers, and which gradients there are."""
-        own = dict(self._buffers.named())
-        with torch.no_grad():
-            for name, value in buffers.items():
-                own[name].data.copy_(value)
-                self._buffers.changed_unsaved[name] = own[name]
-            for name, parameter in self._reducer.named:
-                # Zeros, and not None, for users of zero_grad(set_to_none=False).
-                parameter.grad = torch.zeros_like(parameter) if name in gradients else None
+        self._report_differences(state.differences(saved))
+        loaded = checkpoints.load(step, {**state.objects(), "buffers": None})
+        state.resume(saved, loaded["buffers"])
+        self._saved_step = self._written_step = state.position.steps
+        return state.position.steps
 
     @property
     def checkpoints(self) -> CheckpointManager | None:
@@ -342,7 +615,8 @@ class ElasticRun:
     def save(self, directory: str | os.PathLike[str] | None = None) -> None:
         """Save the run, to `directory` or to the one passed to `restore`; every rank calls it."""
         if directory is not None:
-            checkpoints = CheckpointManager(directory, group=self.group)
+            group = _alone() if self._has_dynamic_membership else self.group
+            checkpoints = CheckpointManager(directory, group=group)
         elif self._checkpoints is None:
             raise InvalidState(
                 "there is no directory to save to. Call run.restore(directory) before the loop (it "
@@ -352,19 +626,36 @@ class ElasticRun:
             checkpoints = self._checkpoints
         self._check_between_loops("run.save()")
         self._check_whole_step()
-        checkpoints.save(self.completed_steps, self._state())
+        if not self._has_dynamic_membership or self.is_leader:
+            if faultpoints.armed:
+                faultpoints.reach("elastic:save")
+            checkpoints.save(self.completed_steps, self._run_state.to_save(self._position))
+            if faultpoints.armed:
+                faultpoints.reach("elastic:saved")
+            if directory is None:
+                self._written_step = self.completed_steps
         if directory is not None:
             checkpoints.close()
         else:
             self._saved_step = self.completed_steps
 
+    def _save_on_departure(self) -> bool:
+        """Save before all workers leave; return whether there is a directory to save to."""
+        if self._checkpoints is None:
+            return False
+        step = self.completed_steps
+        # A leader before this one may have been lost while it saved.
+        if self._written_step != step and self._checkpoints.latest() != step:
+            self._checkpoints.save(step, self._run_state.to_save(self._position))
+        return True
+
     def _check_whole_step(self) -> None:
-        step = self._current_step
-        if step is not None and 0 < step._phase < self._phase:
+        step, before = self._current_step, self._run_state.position.loops
+        if step is not None and 0 < step._completed_loops < before:
             raise InvalidState(
-                f"step {step.number} has had {step._phase} loops over micro-batches, the step "
-                f"before {self._phase}. Save after the last loop: a restored run continues with "
-                "the next step"
+                f"step {step.number} has had {step._completed_loops} loops over micro-batches, the "
+                f"step before {before}. Save after the last loop: a restored run "
+                "continues with the next step"
             )
 
     def save_every(self, steps: int) -> bool:
@@ -383,53 +674,14 @@ class ElasticRun:
         in the data. Every rank calls it, and gets the same.
         """
         self._check_between_loops("run.hash()")
-        state = {name: getattr(each, "value", each) for name, each in self._state().items()}
+        state = self._run_state.values(self._position)
         del state["elastic"]["fingerprint"]
         return state_digest(state)
 
-    def _objects(self) -> dict[str, Any]:
-        """Return the objects to save, for every rank the same."""
-        optimizers = {str(i): each for i, each in enumerate(self.optimizers)}
-        return {
-            "model": Replicated(self.model),
-            "optimizers": Replicated(optimizers),
-            "state": Replicated(self.state),
-        }
-
-    def _state(self) -> dict[str, Any]:
-        step = self._current_step
-        loaders = [loader.state_dict() for loader in self.loaders]
-        return {
-            **self._objects(),
-            "buffers": Replicated(dict(self._buffers.changed_unsaved)),
-            "elastic": {
-                "step": self.completed_steps,
-                "phase": step._phase if step is not None and step._phase else self._phase,
-                "seed": self.seed,
-                "micro_batches": self.micro_batches,
-                "loaders": loaders + self._loader_states[len(loaders) :],
-                "gradients": [n for n, p in self._reducer.named if p.grad is not None],
-                "fingerprint": current_fingerprint(self._comm.device),
-            },
-        }
-
-    def _compare_run(self, saved: dict[str, Any]) -> None:
-        names = {"micro_batches": self.micro_batches, "seed": self.seed}
-        found = [
-            f"{name}: {saved[name]} saved, {value} now"
-            for name, value in names.items()
-            if saved[name] != value
-        ]
-        fingerprint = current_fingerprint(self._comm.device)
-        found += fingerprint_differences(saved["fingerprint"], fingerprint)
-        for loader, state in zip(self.loaders, saved["loaders"], strict=False):
-            found += loader._differences(state)
-        self._report_differences(found)
-
     def _report_differences(self, found: list[str]) -> None:
         """Warn or raise if any rank has found differences; all ranks call it."""
-        texts = self._comm.exchange(json.dumps(found)) if self._comm.size > 1 else []
-        for rank, text in enumerate(texts):
+        is_shared = not self._has_dynamic_membership and self._comm.size > 1
+        for rank, text in enumerate(self._comm.exchange(json.dumps(found)) if is_shared else ()):
             others = [each for each in json.loads(text) if each not in found]
             found = found + [f"{each} (rank {rank})" for each in others]
         if not found:
@@ -439,9 +691,16 @@ class ElasticRun:
             raise InvalidState(f"{message}. Use the saved settings, or pass strict=False")
         warn_user(message, RuntimeWarning)
 
-    def _compare_arguments(self, options: dict[str, Any]) -> None:
+    def _compare_with_others(self) -> None:
+        """Raise if workers disagree on what the run is; all ranks of a new group call it."""
+        self._compare_arguments()
+        verify_parameters(self._named, self._comm, operation="ElasticRun")
+        verify_parameters(self._buffers.named(), self._comm, what="buffers", operation="ElasticRun")
+
+    def _compare_arguments(self) -> None:
         ranks = self._comm.size
-        fingerprint = current_fingerprint(self._comm.device)
+        options = {"bucket_cap_mb": self._bucket_cap_mb, "buffers": self._buffer_rules}
+        fingerprint = current_fingerprint(self._device)
         del fingerprint["threads"]  # the launcher's division, until the run sets its own
         mine = {name: getattr(self, name) for name in ("micro_batches", "seed", "threads")}
         everything = json.dumps({**mine, **options, **fingerprint})
@@ -467,33 +726,45 @@ class ElasticRun:
     def close(self) -> None:
         """Stop loader workers, wait for pending saves, and remove the hooks from the module.
 
-        The group stays open. The run cannot be used afterwards.
+        Also shuts down the group, unless it is the caller's. The run cannot be used afterwards.
         """
         for handle in self._handles:
             handle.remove()
         for loader in self.loaders:
             loader.close()
-        self._reducer.close()
+        self._close_reducer()
+        if self._worker is not None:
+            self._worker.close()
         if self._checkpoints is not None:
             self._checkpoints.close()
+        if self._owns_group:
+            self.group.shutdown()
 
     def __repr__(self) -> str:
-        return (
-            f"<ElasticRun: step {self.completed_steps}, {self.micro_batches} micro-batches, "
-            f"rank {self._comm.rank} of {self._comm.size}>"
+        return f"<ElasticRun: step {self.completed_steps}, {self.micro_batches} micro-batches, " + (
+            f"rank {self._comm.rank} of {self._comm.size}>" if self._is_member else "waiting>"
         )
 
 
-def _resolve_group(group: Any) -> ProcessGroup:
-    if group is None:
-        group = default_group()
-        if not isinstance(group, ProcessGroup):
-            return new_group()
-    if not isinstance(group, ProcessGroup):
-        raise InvalidType(
-            f"group must be a group of phalanx.groups.new_group(), got {type(group).__name__}"
+def _refuse_elastic_group(env: ElasticEnv | None) -> None:
+    if env is not None:
+        raise InvalidState(
+            "phalanx run --elastic: ElasticRun forms the groups itself, since ranks come and go. "
+            "Leave out group="
         )
-    return group
+
+
+def _refuse_sharded(optimizers: Sequence[Optimizer]) -> None:
+    if any(isinstance(each, ShardedOptimizer) for each in optimizers):
+        raise InvalidArgument(
+            "a ShardedOptimizer keeps each state on one rank only, and an elastic run could lose "
+            "it. Use a plain optimizer, or run without --elastic"
+        )
+
+
+def _alone() -> ProcessGroup:
+    """Return a group of this process only, for checkpoints that one rank saves for all."""
+    return new_group("local", store=HashStore(), rank=0, world_size=1, name="alone")
 
 
 def _inspect(model: Any) -> ModuleInventory:
@@ -573,16 +844,23 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _check_before_step(run: ElasticRun) -> list[Any]:
-    """Have the optimizers refuse to step with the gradients of a part of a step."""
+def _register_optimizer_hooks(run: ElasticRun) -> list[Any]:
+    """Refuse to step in the middle of a loop; reach the optimizer fault points."""
     weak = weakref.ref(run)
 
     def check(*_: object) -> None:
         alive = weak()
         if alive is not None:
             alive._check_between_loops("optimizer.step()")
+        if faultpoints.armed:
+            faultpoints.reach("elastic:before_optimizer")
 
-    return [optimizer.register_step_pre_hook(check) for optimizer in run.optimizers]
+    def after(*_: object) -> None:
+        if faultpoints.armed:
+            faultpoints.reach("elastic:after_optimizer")
+
+    handles = [optimizer.register_step_pre_hook(check) for optimizer in run.optimizers]
+    return handles + [optimizer.register_step_post_hook(after) for optimizer in run.optimizers]
 
 
 def _check_after_load(run: ElasticRun) -> Any:

@@ -1,0 +1,122 @@
+"""What the survivors hold of a step after a rank was lost, and the sum of it.
+
+A rank keeps the sums of the micro-batches that it has run: nodes of the step's tree
+(`phalanx.ddp._summation_tree`). The survivors tell each other which nodes they have. A *cover* is a
+set of disjoint nodes that together have every leaf. `Cover` finds the micro-batches that no rank
+has, which are run again, and which rank contributes which nodes. A micro-batch that two ranks have
+run has the same bits on both.
+
+The sum is that of `phalanx.ddp` with another division of the tree: ranks exchange slices of their
+nodes, add up their own slice in tree order, and gather the results. Nodes are not changed, so a
+sum that fails is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from ..ddp._buckets import Bucket
+from ..ddp._communicator import SLICE_GRAIN, Communicator, sum_rows
+from ..ddp._gradient_fold import FoldedNode
+from ..ddp._summation_tree import Node, fold_nodes
+from ._division import share_of
+
+
+class NodeSums(NamedTuple):
+    """The sums of the micro-batches of a node, on this rank."""
+
+    gradients: list[Tensor]  # by parameter; a missing one is the identity of the sum
+    buffers: list[Tensor]  # as `BufferAverage.take_nodes` returns them
+
+
+class Cover:
+    """Which ranks have which nodes of a tree, and which leaves none has."""
+
+    def __init__(self, held: Sequence[Iterable[Node]], leaves: int) -> None:
+        self._size = len(held)
+        holders: dict[Node, int] = {}
+        for rank in reversed(range(self._size)):  # the first rank that has a node contributes it
+            for node in held[rank]:
+                holders[node] = rank
+        # Sorted by end, so the longest node that begins at a leaf remains.
+        longest: dict[int, Node] = {}
+        for node in sorted(holders, key=lambda each: each[1]):
+            longest[node[0]] = node
+        self.missing: list[int] = []
+        self._nodes: list[tuple[Node, int]] = []
+        position = 0
+        # Two nodes of a tree are disjoint, or one contains the other.
+        while position < leaves:
+            found = longest.get(position)
+            if found is None:
+                self.missing.append(position)
+                position += 1
+                continue
+            self._nodes.append((found, holders[found]))
+            position = found[1]
+        self.leaves = leaves
+
+    def to_redo(self, rank: int) -> list[range]:
+        """Return the missing leaves that a rank runs again, as ranges."""
+        return share_of(self.missing, rank, self._size)
+
+    def nodes_of(self, rank: int) -> list[Node]:
+        """Return the nodes that a rank contributes, in tree order."""
+        return [node for node, holder in self._nodes if holder == rank]
+
+    def counts(self) -> list[int]:
+        return [len(self.nodes_of(rank)) for rank in range(self._size)]
+
+    def row_of_nodes(self) -> list[int]:
+        """Return, for each node in tree order, its row in the gathered rows, which are grouped by
+        rank."""
+        by_rank = sorted(range(len(self._nodes)), key=lambda place: self._nodes[place][1])
+        return [by_rank.index(place) for place in range(len(self._nodes))]
+
+    def merges(self) -> list[int]:
+        stack, merges = fold_nodes((node for node, _ in self._nodes), self.leaves)
+        assert stack == [(0, self.leaves)], f"leaves {self.missing} are missing"
+        return merges
+
+
+def node_gradients(node: FoldedNode, buckets: Sequence[Bucket], *, clones: bool) -> list[Tensor]:
+    """Return the gradients of a node by parameter, as views or as copies."""
+    count = sum(len(bucket.members) for bucket in buckets)
+    gradients: list[Tensor] = [torch.empty(0)] * count
+    for bucket, sums in zip(buckets, node.sums, strict=True):
+        for i, view in zip(bucket.members, sums.views, strict=True):
+            gradients[i] = view.clone() if clones else view
+    return gradients
+
+
+def sum_cover(comm: Communicator, rows: Sequence[Tensor], cover: Cover, divisor: float) -> Tensor:
+    """Sum the nodes of a cover over all ranks.
+
+    All ranks call it with flat tensors of the same length, dtype and device: one per node they
+    contribute, or one placeholder, which is ignored, if they contribute none. Reduce-scatter by
+    all-to-all, each rank adding its slice in tree order, then all-gather.
+    """
+    counts, order, merges = cover.counts(), cover.row_of_nodes(), cover.merges()
+    size, numel = comm.size, rows[0].numel()
+    length = -(-numel // (size * SLICE_GRAIN)) * SLICE_GRAIN
+    mine = rows[0].new_zeros(counts[comm.rank], size * length)
+    for row, values in zip(mine, rows, strict=False):  # a placeholder has no row
+        row[:numel] = values
+    if size == 1:
+        return sum_rows(mine[order], merges, divisor, into=torch.empty_like(mine[0]))[:numel]
+    sent = mine.view(-1, size, length).transpose(0, 1).reshape(-1)
+    received = mine.new_empty(sum(counts), length)
+    options = c10d.AllToAllOptions()
+    splits = [count * length for count in counts]
+    comm.group.alltoall_base(
+        received.view(-1), sent, splits, [counts[comm.rank] * length] * size, options
+    ).wait()
+    own = sum_rows(received[order], merges, divisor, into=torch.empty_like(received[0]))
+    result = mine.new_empty(size * length)
+    comm.group._allgather_base(result, own, c10d.AllgatherOptions()).wait()
+    return result[:numel]

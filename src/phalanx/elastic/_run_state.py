@@ -1,0 +1,301 @@
+"""The state of a run: what it is, in checkpoints and for workers that join.
+
+`RunState` packs what a run needs to continue, and unpacks it again. A checkpoint and a transfer
+differ only in what no checkpoint has: values of gradients, all buffers, results of evaluations, and
+the place among sections and requests.
+
+A transfer has the form of a checkpoint: a tree of JSON and tensors. Rank 0 sends the tree as text
+and the tensors in pieces of bounded size, through ordinary memory, so that a transfer needs no
+shared memory of its own. Nothing is pickled, and nothing is on disk.
+
+The fingerprint is what the bits of results depend on, besides code and data. It is saved with every
+checkpoint and compared on a restore, so that a run that cannot continue to the same bits says so,
+and why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import _faultpoints as faultpoints
+from ..checkpoint import Replicated
+from ..checkpoint._state_encoding import decode, encode
+from ..checkpoint._state_tree import Node, TensorLeaf, leaves, parse_state, rebuild_state
+from ..checkpoint._tensor_file import DTYPES
+from ..ddp._communicator import Communicator, chunk_tensors
+from ._buffers import BufferAverage, is_expanded
+from ._loader import ElasticLoader
+from ._randomness import derive_seed, seed_generators
+
+PIECE_BYTES = 32 << 20
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Fingerprint = dict[str, Any]
+
+
+class RunPosition(NamedTuple):
+    """Where a run is between two loops."""
+
+    steps: int  # that it has made
+    loops: int  # of the last of them
+
+
+class RunState:
+    """What a run continues with: the user's objects, and where it is.
+
+    All ranks have the same, between two loops.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        others: dict[str, Any],
+        loaders: Sequence[ElasticLoader],
+        *,
+        named: Sequence[tuple[str, nn.Parameter]],
+        buffers: BufferAverage,
+        seed: int,
+        micro_batches: int,
+    ) -> None:
+        self._model, self._optimizers, self._others = model, optimizers, others
+        self._loaders = loaders  # grows while the run makes them
+        self._named = named
+        self._buffers = buffers
+        self._seed, self._micro_batches = seed, micro_batches
+        self._device = named[0][1].device
+        self.position = RunPosition(0, 0)
+        """At the end of the last step that is over."""
+        self.section = 0
+        """How many loops and evaluations this worker has taken part in, or was told of."""
+        self.agreed_requests = 0
+        """How many requests to join or leave all members know of."""
+        self.evaluations: list[Any] = []
+        """The results of evaluations outside of steps, for workers that run the script later."""
+        self.loader_states: list[dict[str, Any]] = []
+        """States of loaders that were restored and may not be made yet."""
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def objects(self) -> dict[str, Any]:
+        """Return the objects to save, for every rank the same."""
+        optimizers = {str(i): each for i, each in enumerate(self._optimizers)}
+        return {
+            "model": Replicated(self._model),
+            "optimizers": Replicated(optimizers),
+            "state": Replicated(self._others),
+        }
+
+    def to_save(self, now: RunPosition) -> dict[str, Any]:
+        """Return what a checkpoint has."""
+        loaders = [loader.state_dict() for loader in self._loaders]
+        return {
+            **self.objects(),
+            "buffers": Replicated(dict(self._buffers.changed_unsaved)),
+            "elastic": {
+                "step": now.steps,
+                "phase": now.loops,
+                "seed": self._seed,
+                "micro_batches": self._micro_batches,
+                "loaders": loaders + self.loader_states[len(loaders) :],
+                "gradients": [n for n, p in self._named if p.grad is not None],
+                "fingerprint": current_fingerprint(self._device),
+            },
+        }
+
+    def values(self, now: RunPosition) -> dict[str, Any]:
+        """Return what a checkpoint has, without what tells ranks how to save it."""
+        return {name: getattr(each, "value", each) for name, each in self.to_save(now).items()}
+
+    def differences(self, saved: dict[str, Any]) -> list[str]:
+        """List why a run that continues from a state would not have the bits of that run."""
+        names = {"micro_batches": self._micro_batches, "seed": self._seed}
+        found = [
+            f"{name}: {saved[name]} saved, {value} now"
+            for name, value in names.items()
+            if saved[name] != value
+        ]
+        fingerprint = current_fingerprint(self._device)
+        found += fingerprint_differences(saved["fingerprint"], fingerprint)
+        for loader, state in zip(self._loaders, saved["loaders"], strict=False):
+            found += loader._differences(state)
+        return found
+
+    def resume(self, saved: dict[str, Any], buffers: dict[str, Tensor]) -> None:
+        """Continue where a state was taken, after the objects in it were loaded."""
+        self._restore_tensors(buffers, saved["gradients"])
+        self.position = RunPosition(saved["step"], saved["phase"])
+        self.loader_states = list(saved["loaders"])
+        for loader in self._loaders:  # those that were made later start again
+            loader.load_state_dict({"loop": 0})
+        for loader, state in zip(self._loaders, self.loader_states, strict=False):
+            loader.load_state_dict(state)
+        seed_generators(derive_seed(self._seed, "after", *self.position))
+
+    def _restore_tensors(self, buffers: dict[str, Tensor], gradients: list[str]) -> None:
+        """Set what is in no state dict: temporary buffers, and which gradients there are."""
+        own = dict(self._buffers.named())
+        with torch.no_grad():
+            for name, value in buffers.items():
+                own[name].data.copy_(value)
+                self._buffers.changed_unsaved[name] = own[name]
+            for name, parameter in self._named:
+                # Zeros, and not None, for users of zero_grad(set_to_none=False).
+                parameter.grad = torch.zeros_like(parameter) if name in gradients else None
+
+    # -- transfers ---------------------------------------------------------------------------
+
+    def to_transfer(self, now: RunPosition) -> dict[str, Any]:
+        """Return what a worker that joins needs; it calls `load_transferred`."""
+        return {
+            **self.values(now),
+            "all_buffers": dict(self._buffers.named()),
+            "all_gradients": {n: p.grad for n, p in self._named if p.grad is not None},
+            "evaluations": self.evaluations,
+            "section": self.section,
+            "agreed_requests": self.agreed_requests,
+        }
+
+    def load_transferred(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state["model"])
+        for i, optimizer in enumerate(self._optimizers):
+            optimizer.load_state_dict(state["optimizers"][str(i)])
+        for name, each in self._others.items():
+            each.load_state_dict(state["state"][name])
+        self.section, self.agreed_requests = state["section"], state["agreed_requests"]
+        self.evaluations = state["evaluations"]
+        own = dict(self._buffers.named())
+        with torch.no_grad():
+            for name, value in state["all_buffers"].items():
+                if not is_expanded(own[name]):
+                    own[name].data.copy_(value)
+        self.resume(state["elastic"], state["buffers"])
+        with torch.no_grad():
+            for name, parameter in self._named:
+                if parameter.grad is not None:
+                    parameter.grad.copy_(state["all_gradients"][name])
+
+
+def send_state(state: Any, comm: Communicator) -> None:
+    """Send a state from rank 0 to all others, which call `receive_state`."""
+    tree = parse_state(state)
+    tensors: dict[str, Tensor] = {}
+    for leaf in leaves(tree):
+        tensors.setdefault(leaf.name, leaf.data)
+    described = {
+        "tree": encode(tree, lambda leaf: [leaf.name, DTYPE_NAMES[leaf.dtype], list(leaf.shape)]),
+        "tensors": [
+            [name, DTYPE_NAMES[each.dtype], list(each.shape)] for name, each in tensors.items()
+        ],
+    }
+    comm.exchange(json.dumps(described))
+    _broadcast([each.detach().contiguous() for each in tensors.values()], comm)
+
+
+def receive_state(comm: Communicator) -> Any:
+    """Return the state that rank 0 sends; its tensors are on the CPU or the device of the group."""
+    described = json.loads(comm.exchange("")[0])
+    tensors = {
+        name: torch.empty(shape, dtype=DTYPES[dtype], device=comm.device)
+        for name, dtype, shape in described["tensors"]
+    }
+    _broadcast(list(tensors.values()), comm)
+
+    def leaf_of(body: Any, _: object) -> Node:
+        name, dtype, shape = body
+        return TensorLeaf(name, DTYPES[dtype], tuple(shape), comm.device.type, tensors[name])
+
+    tree = decode(described["tree"], tensor=leaf_of, rank=None)
+    return rebuild_state(tree, lambda leaf: leaf.data)
+
+
+def _broadcast(tensors: list[Tensor], comm: Communicator) -> None:
+    """Give all ranks the values of rank 0, in pieces."""
+    moved = [each.to(comm.device) for each in tensors if each.numel()]
+    for chunk in chunk_tensors(moved, PIECE_BYTES):
+        flats = [each.view(-1) for each in chunk]
+        flat = torch.cat(flats) if len(flats) > 1 else flats[0].clone()
+        step = max(1, PIECE_BYTES // flat.itemsize)
+        for start in range(0, flat.numel(), step):
+            comm.broadcast(flat[start : start + step].view(torch.uint8)).wait()
+            if faultpoints.armed:
+                faultpoints.reach("elastic:transfer")
+        if comm.rank != 0:
+            parts = torch.split(flat, [each.numel() for each in flats])
+            for target, part in zip(flats, parts, strict=True):
+                target.copy_(part)
+
+
+# -- the fingerprint -------------------------------------------------------------------------------
+
+
+def current_fingerprint(device: torch.device) -> Fingerprint:
+    """Return the fingerprint of this process."""
+    items: Fingerprint = {
+        "torch": str(torch.__version__),
+        "phalanx": version("phalanx"),
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "oneDNN": bool(torch.backends.mkldnn.enabled),
+        "MKL": bool(torch._C.has_mkl),
+        "CPU": _cpu_model(),
+        "library variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("MKL_", "ONEDNN_", "DNNL_", "ATEN_CPU_"))
+            and not name.endswith("_NUM_THREADS")  # the run sets that
+        },
+        "attention kernels": [
+            torch._C._get_flash_sdp_enabled(),
+            torch._C._get_mem_efficient_sdp_enabled(),
+            torch._C._get_math_sdp_enabled(),
+        ],
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        # There is no getter: half of the least normal number is zero if it is flushed.
+        "flush denormals": not bool(torch.tensor(torch.finfo(torch.float32).tiny) / 2),
+    }
+    with suppress(PackageNotFoundError):
+        items["numpy"] = version("numpy")
+    if device.type == "cuda":
+        items["device"] = torch.cuda.get_device_name(device)
+        items["CUDA"] = torch.version.cuda
+        items["cuDNN"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        items["cuDNN benchmark"] = torch.backends.cudnn.benchmark
+        items["TF32"] = [
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+        ]
+    return items
+
+
+def _cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def fingerprint_differences(saved: Fingerprint, current: Fingerprint) -> list[str]:
+    """List the items that differ, each with both values; an older phalanx may have fewer."""
+    return [
+        f"{name}: {saved[name]} saved, {value} now"
+        for name, value in current.items()
+        if name in saved and saved[name] != value
+    ]

@@ -67,7 +67,13 @@ PROMISED = {
         "StepStats",
         "SyncBatchNorm",
     },
-    "phalanx.elastic": {"ElasticLoader", "ElasticRun", "MicroBatch", "Step"},
+    "phalanx.elastic": {
+        "ElasticLoader",
+        "ElasticRun",
+        "MembershipChange",
+        "MicroBatch",
+        "Step",
+    },
     "phalanx.errors": {
         "BarrierError",
         "BarrierTimeout",

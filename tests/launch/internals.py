@@ -6,6 +6,8 @@ from phalanx.checkpoint._manifest import Manifest
 from phalanx.env import _quotas
 from phalanx.groups import _store
 from phalanx.launch import _checkpoint_commands, _doctor, _error_reports
+from phalanx.launch._child_process import RecordedExit
+from phalanx.launch._control_socket import ControlServer, send_request
 from phalanx.launch._doctor import (
     CHECKS,
     Finding,
@@ -20,12 +22,18 @@ from phalanx.launch._error_reports import ErrorReportFilter
 from phalanx.launch._job import default_env, drop_in_env, torchrun_command, torchrun_options
 from phalanx.launch._outcome import RankExit, describe
 from phalanx.launch._output import MAX_LINE_BYTES, LineSplitter, OutputPump, OutputSource, Screen
+from phalanx.launch._restart_policy import ReplaceLost
+from phalanx.launch._run_directory import RunInfo, find_run, find_runs, run_directory
 from phalanx.launch._script_analysis import analyze_script
 from phalanx.launch._spawn import _CallerStream
+from phalanx.launch._supervisor import _signals_into as signals_into
+from phalanx.launch._worker_channel import ChannelReader, WorkerMessage
 
 __all__ = [
     "CHECKS",
     "MAX_LINE_BYTES",
+    "ChannelReader",
+    "ControlServer",
     "ErrorReportFilter",
     "Finding",
     "LineSplitter",
@@ -34,8 +42,12 @@ __all__ = [
     "OutputPump",
     "OutputSource",
     "RankExit",
+    "RecordedExit",
+    "ReplaceLost",
     "Report",
+    "RunInfo",
     "Screen",
+    "WorkerMessage",
     "_CallerStream",
     "_checkpoint_commands",
     "_doctor",
@@ -46,13 +58,18 @@ __all__ = [
     "default_env",
     "describe",
     "drop_in_env",
+    "find_run",
+    "find_runs",
     "format_age",
     "format_finding",
     "format_size",
     "format_summary",
     "run_check",
     "run_checks",
+    "run_directory",
     "self_test",
+    "send_request",
+    "signals_into",
     "torchrun_command",
     "torchrun_options",
 ]

@@ -13,6 +13,7 @@ from .conftest import clean_env
     [
         (["--help"], ["phalanx run -n 4 train.py", "doctor", "--version"]),
         (["run", "--help"], ["phalanx run -n auto -m package.train", "--max-restarts", "--nnodes"]),
+        (["run", "--help"], ["phalanx run -n 2:4 --elastic train.py", "[MIN:]N"]),
         (["doctor", "-h"], ["--json"]),
     ],
 )
@@ -23,7 +24,9 @@ def test_help_shows_examples_and_options(cli, args, words):
         assert word in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["mesh"], ["doctor"], ["checkpoint"]])
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["ps"], ["scale"], ["mesh"], ["doctor"], ["checkpoint"]]
+)
 def test_the_help_text_fits_80_columns_and_is_not_truncated(cli, command):
     done = cli(*command, "--help", env={"COLUMNS": "80"})
     lines = done.stdout.splitlines()

@@ -1,8 +1,12 @@
 """Failed ranks: the rank that is named, the output, the exit code, and restarts."""
 
 import re
+import subprocess
+import sys
 
 import pytest
+
+from .conftest import clean_env
 
 # Waits until a file exists.
 AWAIT = """
@@ -181,3 +185,21 @@ def test_the_store_does_not_import_from_the_working_directory(phalanx, script):
     path = script(AWAIT + STORE + has_torch, name="elsewhere/train.py")
     done = phalanx("run", "-n", 1, path)
     assert done.returncode == 0, done.stderr
+
+
+def test_failures_are_seen_if_the_caller_ignores_sigchld(script, tmp_path):
+    path = script("raise SystemExit(3)")
+    code = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'phalanx', *sys.argv[1:]])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", "-n", "2", path],
+        cwd=tmp_path,
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr

@@ -7,11 +7,14 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
 from .conftest import eventually, is_alive, read_pid
+from .internals import signals_into
 
 # Writes its pid and waits; the setup for signals and children is filled in.
 WAITING = """
@@ -101,6 +104,23 @@ def test_a_failure_is_not_restarted_after_the_launcher_was_signalled(script, lau
     process = launcher("run", "-n", 2, "--max-restarts", 3, "--linger", 60, script(waiting(setup)))
     pids("pid1")
     assert "rank 0 failed: exit code 3" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert "restarting" not in err
+
+
+def test_a_failure_is_not_restarted_after_a_signal_while_the_others_are_stopped(
+    script, launcher, pids
+):
+    setup = """
+    os.environ["RANK"] == "0" and os._exit(3)
+    def asked(*_): pathlib.Path("asked").write_text("1")
+    signal.signal(signal.SIGTERM, asked)
+    """
+    options = ["--max-restarts", 1, "--linger", 1, "--grace", 1000]
+    process = launcher("run", "-n", 2, *options, script(waiting(setup)))
+    pids("pid1", "asked")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 3
@@ -295,3 +315,18 @@ def _children_of(pid):
 
 def _unread(pipe):
     return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"1234"))[0]
+
+
+def test_a_process_that_is_forked_meanwhile_has_signals_of_its_own():
+    events, (reader, writer) = SimpleQueue(), os.pipe()
+    with signals_into(events), open(reader, "rb") as ready, open(writer, "wb") as write:
+        child = os.fork()
+        if child == 0:
+            write.write(b"!")
+            write.flush()
+            time.sleep(60)
+            os._exit(7)
+        ready.read(1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert events.empty()

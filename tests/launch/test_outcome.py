@@ -90,6 +90,11 @@ def test_death_by_signal_has_a_hint_and_exit_code_128_plus_n(number, hint):
     assert hint in describe(outcome)
 
 
+def test_a_signal_before_any_rank_succeeded_is_the_exit_code():
+    """An elastic run may get one while it waits to start ranks again."""
+    assert Outcome(exits=[], signal=signal.SIGTERM).exit_code == 143
+
+
 def test_the_exit_code_is_that_of_the_first_failure():
     late = RankExit(rank=0, code=1, at=2.0)
     assert Outcome(exits=[FIRST, late]).exit_code == 137

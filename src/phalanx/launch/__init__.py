@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from ..errors import RanksFailed
+from ..errors import InvalidArgument, RanksFailed
 from ._job import GRACE, LINGER, Job, RankCount, count_ranks, drop_in_env, python_command
 from ._outcome import Outcome, RankExit, describe
 from ._output import OutputSink, Screen
@@ -26,7 +26,9 @@ def run(
     *,
     ranks: RankCount,
     module: bool = False,
-    max_restarts: int = 0,
+    max_restarts: int | None = None,
+    elastic: bool = False,
+    min_ranks: int | None = None,
     grace: float = GRACE,
     linger: float = LINGER,
     prefix: bool = True,
@@ -44,7 +46,11 @@ def run(
         args: arguments of the script.
         ranks: how many ranks; ``"auto"`` for one per usable core.
         module: whether `script` is a module, as in ``python -m``.
-        max_restarts: how often to restart all ranks after a failure.
+        max_restarts: how often to restart all ranks after a failure; by default not at all. With
+            `elastic`, how many lost ranks to replace; by default all.
+        elastic: replace ranks that die while the others go on. The script trains with
+            `phalanx.elastic.ElasticRun`.
+        min_ranks: an elastic run pauses with fewer ranks; by default 1.
         grace: seconds between asking a rank to stop and killing it.
         linger: seconds that the other ranks have to report after one failed.
         prefix: whether to print the rank before each line.
@@ -58,15 +64,25 @@ def run(
     Ranks that saved a checkpoint on request have not failed: see `Outcome.preempted`.
     """
     environ = dict(os.environ if env is None else env)
+    drop_in_variables = drop_in_env(environ, drop_in=drop_in)
+    if elastic and drop_in_variables:
+        raise InvalidArgument(
+            "elastic runs have no drop-in: it replaces torch's DDP, and elastic scripts use "
+            "phalanx.elastic.ElasticRun"
+        )
+    if min_ranks is not None and not elastic:
+        raise InvalidArgument("min_ranks is for elastic runs: set elastic=True")
     job = Job(
         command=python_command(script, args, module=module, environ=environ),
         world_size=count_ranks(ranks),
-        max_restarts=max_restarts,
+        max_restarts=0 if max_restarts is None and not elastic else max_restarts,
         grace=grace,
         linger=linger,
         prefix=prefix,
         full_tracebacks=full_tracebacks,
-        environ={**environ, **drop_in_env(environ, drop_in=drop_in)},
+        environ={**environ, **drop_in_variables},
+        script=os.fspath(script),
+        min_ranks=(1 if min_ranks is None else min_ranks) if elastic else None,
     )
     screen = Screen(stdout or _descriptor(1), stderr or _descriptor(2))
     outcome = supervise(job, screen=screen)

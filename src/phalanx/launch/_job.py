@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from ..env import find_accelerator, is_drop_in, usable_cores
+from ..env import ELASTIC_VARIABLE, ElasticEnv, find_accelerator, is_drop_in, usable_cores
 from ..errors import InvalidArgument, InvalidState
 
 GRACE = 30.0
@@ -25,6 +25,10 @@ schedulers grant."""
 LINGER = 2.0  # default seconds that the other ranks have to report after one failed
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's: whether it loads entry points
+
+_STORE = ("MASTER_ADDR", "MASTER_PORT", ELASTIC_VARIABLE)
+"""Variables that say where the store is. Those of an outer launcher are not inherited."""
+_MANY = 2**31 - 1  # restarts, where others expect a number
 
 RankCount = int | Literal["auto"]
 
@@ -35,7 +39,8 @@ class Job:
 
     command: tuple[str, ...]
     world_size: int
-    max_restarts: int
+    max_restarts: int | None
+    """None is without limit, in an elastic run."""
     grace: float
     linger: float
     prefix: bool
@@ -47,14 +52,22 @@ class Job:
     """A signal on which ranks print their stacks and end; sent when the time is over."""
     descriptors: Sequence[Sequence[int]] = ()
     """What each rank inherits; the numbers are the last arguments of its command."""
+    script: str = ""
+    min_ranks: int | None = None
+    """The run is elastic and pauses with fewer members; None if it is not elastic."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
         for name in ("max_restarts", "grace", "linger"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise InvalidArgument(f"{name} must not be negative, got {getattr(self, name)}")
         if self.timeout is not None and not self.timeout > 0:
             raise InvalidArgument(f"timeout must be positive or None, got {self.timeout}")
+        if self.min_ranks is not None and not 1 <= self.min_ranks <= self.world_size:
+            raise InvalidArgument(
+                f"min_ranks must be from 1 to the number of ranks ({self.world_size}), "
+                f"got {self.min_ranks}"
+            )
 
     def rank_descriptors(self, rank: int) -> Sequence[int]:
         return self.descriptors[rank] if self.descriptors else ()
@@ -62,30 +75,41 @@ class Job:
     def rank_command(self, rank: int) -> tuple[str, ...]:
         return (*self.command, *map(str, self.rank_descriptors(rank)))
 
-    def rank_env(self, rank: int, *, attempt: int, port: int) -> dict[str, str]:
-        """Return the environment of one rank: what `torchrun` sets on one machine."""
+    def rank_env(
+        self, rank: int, *, attempt: int, port: int, elastic: ElasticEnv | None = None
+    ) -> dict[str, str]:
+        """Return the environment of one rank: what `torchrun` sets on one machine.
+
+        A worker of an elastic run does not get MASTER_ADDR and MASTER_PORT. With them
+        ``init_process_group`` would wait for ranks that are not started together; without them it
+        fails at once.
+        """
+        world_size = max(self.world_size, rank + 1)
         place: dict[str, object] = {
             "RANK": rank,
             "LOCAL_RANK": rank,
             "ROLE_RANK": rank,
-            "WORLD_SIZE": self.world_size,
-            "LOCAL_WORLD_SIZE": self.world_size,
-            "ROLE_WORLD_SIZE": self.world_size,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+            "ROLE_WORLD_SIZE": world_size,
             "ROLE_NAME": "default",
             "GROUP_RANK": 0,
             "GROUP_WORLD_SIZE": 1,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
             "TORCHELASTIC_RESTART_COUNT": attempt,
-            "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": _MANY if self.max_restarts is None else self.max_restarts,
             "TORCHELASTIC_RUN_ID": self.id,
             # The launcher hosts the store, so every rank is a client of it.
             "TORCHELASTIC_USE_AGENT_STORE": True,
             # stdout is a pipe; without this its lines would appear minutes later.
             "PYTHONUNBUFFERED": 1,
         }
+        if elastic is None:
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        else:
+            place |= elastic.to_variables()
         own = {name: str(value) for name, value in place.items()}
-        return {**default_env(self.world_size, self.environ), **self.environ, **own}
+        inherited = {name: self.environ[name] for name in self.environ if name not in _STORE}
+        return {**default_env(self.world_size, self.environ), **inherited, **own}
 
 
 def count_ranks(ranks: RankCount) -> int:

@@ -75,13 +75,18 @@ class Outcome:
     """How a run ended."""
 
     exits: Sequence[RankExit]
-    """How each rank ended in the last attempt, in order of time."""
+    """How each rank ended in the last attempt, in order of time.
+
+    Not in it are ranks that an elastic run has replaced, done without or asked to leave.
+    """
     signal: int | None = None
     """The signal that asked the launcher to stop."""
     timeout: float | None = None
     """The seconds that the ranks had, if they took longer."""
     attempts: int = 1
     """How often the ranks were started."""
+    restarts: int = 0
+    """How many restarts were used: of single ranks in an elastic run, otherwise of all."""
 
     @property
     def preempted(self) -> bool:
@@ -114,7 +119,8 @@ class Outcome:
         if self.timeout is not None:
             return _TIMEOUT_EXIT_CODE
         # Ranks that handled the signal and exited with 0 make a successful run.
-        if self.signal is not None and any(each.code for each in self.exits):
+        has_succeeded = self.exits and not any(each.code for each in self.exits)
+        if self.signal is not None and not has_succeeded:
             return 128 + self.signal
         return 0
 

@@ -19,6 +19,7 @@ import selectors
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import groupby
 from typing import IO, NamedTuple, TypeAlias
 
@@ -213,6 +214,7 @@ class OutputPump:
         self._selector = selectors.DefaultSelector()
         self._holding: dict[ErrorReportFilter, OutputSource] = {}
         reader, self._message_pipe = os.pipe()
+        os.set_blocking(self._message_pipe, False)
         self._own = os.fdopen(reader, "rb", buffering=0)
         self.add(self._own, OutputSource("phalanx: ", is_error=True))
         self._thread = threading.Thread(target=self._loop, name="phalanx-output", daemon=True)
@@ -220,7 +222,10 @@ class OutputPump:
     def add(
         self, pipe: IO[bytes], source: OutputSource, reports: ErrorReportFilter | None = None
     ) -> None:
-        """Copy this pipe's output once started; close it at end of file."""
+        """Copy this pipe's output once started; close it at end of file.
+
+        The thread may be running: epoll allows to add a descriptor while another thread waits.
+        """
         stream = _Stream(pipe, source, LineSplitter(), reports)
         self._selector.register(pipe, selectors.EVENT_READ, stream)
 
@@ -228,7 +233,9 @@ class OutputPump:
         self._thread.start()
 
     def write_message(self, text: str) -> None:
-        os.write(self._message_pipe, text.encode() + b"\n")
+        # A terminal that is paused for so long that the pipe is full does not get the message.
+        with suppress(BlockingIOError):
+            os.write(self._message_pipe, text.encode() + b"\n")
 
     def finish(self, *, timeout: float) -> None:
         """Show the remaining output of the processes, which have exited, and stop.

@@ -1,8 +1,8 @@
 """The supervisor: starts the ranks, watches them, and makes sure they end together.
 
 Everything that happens arrives in one queue: a child has exited (put there by a thread that
-waits for it), or the launcher received a signal. The supervisor handles one event at a time,
-under a deadline if there is one:
+waits for it), the launcher received a signal, or, in an elastic run, a worker sent a message or a
+client a request. The supervisor handles one event at a time, under a deadline if there is one:
 
 - a rank fails: the others get `linger` seconds to report, then they are stopped;
 - a signal arrives: it is forwarded to the ranks, which get `grace` seconds; a second signal kills
@@ -12,6 +12,9 @@ under a deadline if there is one:
 - stopping: SIGTERM to each rank, then to the processes it left behind, SIGKILL after `grace`
   seconds.
 
+A restart policy decides which ranks run. In an elastic run it may also do without a rank that
+died: what that rank left behind is killed, and a replacement started in the same attempt.
+
 Each rank leads a session of its own. So Ctrl-C at the terminal reaches only the launcher, and
 whatever a rank starts is found by its process group. If the launcher itself is killed, the
 orphan guard kills the ranks.
@@ -19,6 +22,7 @@ orphan guard kills the ranks.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -26,20 +30,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import IO, Any, NamedTuple
 
 from .._signals import signal_name
+from ..env import ElasticEnv
 from ..errors import RanksFailed
 from . import _orphan_guard
+from ._child_process import ChildProcess, ProcessExited, RecordedExit, with_orphans
+from ._control_socket import ControlRequest, ControlServer
 from ._error_reports import ErrorReportFilter
 from ._job import Job
 from ._outcome import Outcome, RankExit, describe_code
 from ._output import OutputPump, OutputSource, Screen
+from ._restart_policy import ReplaceLost, RestartPolicy, RestartTogether
+from ._run_directory import run_directory
+from ._worker_channel import ChannelReader, WorkerChannel
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -51,40 +61,25 @@ class SupervisorTiming:
     duplicate_signal_window: float = 0.5
     """The same signal within this time is the same request: `timeout` and some schedulers signal
     a process and then its process group, too."""
+    orphan_grace: float = 8.0
+    """What a lost rank of an elastic run has started ends by itself within this time, or is killed.
+    Workers of torch's data loaders look for their parent every 5 s; one that is killed while it
+    sends a batch leaves that in shared memory."""
     orphan_poll_interval: float = 0.02
-    """Interval of looking for orphans: the kernel reports the exit of own children only."""
+    """Interval of looking for orphans: the kernel reports the exit of own children only. Ten times
+    as long while the ranks run."""
     kill_timeout: float = 5.0
     """A process that survives SIGKILL for this long is blocked in the kernel and abandoned."""
     stack_timeout: float = 2.0
     """Ranks that have not printed their stacks after this time are stopped without."""
     drain_timeout: float = 5.0
     """Output that the terminal has not accepted after this time is dropped."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Child:
-    """A rank or the store; leader of its own session and process group."""
-
-    rank: int | None
-    process: subprocess.Popen[bytes]
-    reports: ErrorReportFilter
-
-    @property
-    def has_exited(self) -> bool:  # processes that it started may still run
-        return self.process.returncode is not None
-
-    def send_to_group(self, number: int) -> bool:
-        """Signal the process and all that it started; return whether there are any."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-            return True
-        return False
-
-
-class _ProcessExited(NamedTuple):
-    child: _Child
-    code: int  # negative for the number of a signal
-    at: float  # on the monotonic clock
+    quorum_timeout: float = 60.0
+    """An elastic run with too few members for this time starts over. Longer if its ranks take
+    longer to start."""
+    elastic_orphan_grace: float = 1.0
+    """If the launcher is killed, ranks of an elastic run are killed after at most this time: the
+    others must not wait for a worker that nobody replaces."""
 
 
 class _SignalReceived(NamedTuple):
@@ -92,30 +87,59 @@ class _SignalReceived(NamedTuple):
     at: float  # on the monotonic clock
 
 
-_Events = SimpleQueue[_ProcessExited | _SignalReceived]
+_Event = ProcessExited | _SignalReceived | WorkerChannel | ControlRequest
+_Events = SimpleQueue[_Event]
+"""A channel is the event that it has messages."""
 
 
 def supervise(job: Job, *, screen: Screen, timing: SupervisorTiming | None = None) -> Outcome:
     """Run a job to its end, restarting it as often as it allows."""
     timing = timing or SupervisorTiming()
     events: _Events = SimpleQueue()
+    is_elastic = job.min_ranks is not None
+    grace = min(job.grace, timing.elastic_orphan_grace) if is_elastic else job.grace
     with (
         standard_descriptors(),
         _signals_into(events),
-        _orphan_guard_process(grace=job.grace) as guard,
+        _orphan_guard_process(grace=grace) as guard,
+        _restart_policy(job, events, timing) as (policy, channels),
     ):
-        for number in range(job.max_restarts + 1):
+        began = time.monotonic()
+        for number in count():
             pump = OutputPump(screen)
-            if number:
-                attempt = f"attempt {number + 1} of {job.max_restarts + 1}"
-                pump.write_message(f"restarting all ranks: {attempt}")
-            outcome = _Attempt(job, number, events, guard, pump, timing).run()
-            if outcome.first_failure is None or outcome.signal is not None:
+            attempt = _Attempt(job, number, policy, channels, events, guard, pump, timing, began)
+            outcome = attempt.run()
+            if outcome.signal is not None or not policy.wants_restart(outcome):
                 break
+            if not is_elastic:  # there a loss in one attempt can be the cause of a later failure
+                began = time.monotonic()
     if outcome.signal is None:
         # One that came after the last rank had ended is the caller's to handle.
         outcome = replace(outcome, signal=_unhandled_signal(events))
     return outcome
+
+
+@contextmanager
+def _restart_policy(
+    job: Job, events: _Events, timing: SupervisorTiming
+) -> Iterator[tuple[RestartPolicy, ChannelReader | None]]:
+    """Yield the policy of a run. If it is elastic, also read channels and serve requests."""
+    if job.min_ranks is None:
+        yield RestartTogether(job.world_size, max_restarts=job.max_restarts or 0), None
+        return
+    with run_directory(job.script, min_ranks=job.min_ranks) as directory:
+        policy = ReplaceLost(
+            job.world_size,
+            run=directory.info,
+            max_restarts=job.max_restarts,
+            grace=job.grace,
+            quorum_timeout=timing.quorum_timeout,
+        )
+        with (
+            closing(ChannelReader(events.put)) as channels,
+            closing(ControlServer(directory.socket, events.put)),
+        ):
+            yield policy, channels
 
 
 def _unhandled_signal(events: _Events) -> int | None:
@@ -149,18 +173,73 @@ def _signals_into(events: _Events) -> Iterator[None]:
         yield  # Python allows signal handlers in the main thread only
         return
 
-    def put(number: int, _: object) -> None:
-        # A SimpleQueue is reentrant, unlike a Queue, so a handler may fill it.
-        events.put(_SignalReceived(number, time.monotonic()))
-
+    # Python runs handlers between instructions of the main thread, which may be about to wait for
+    # an event, and once for all signals of a number that have come by then. What the kernel calls
+    # writes each to the wakeup descriptor at once, so a thread that reads it misses none.
+    _register_signal_reset()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     # Ignored signals stay ignored: nohup and background jobs of a shell rely on it.
     handled = [each for each in _STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-    previous = {each: signal.signal(each, put) for each in handled}
+
+    previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def read() -> None:
+        while True:
+            for number in os.read(reader, 64):
+                if number == 0:  # the end; not end of file, which a forked child would delay
+                    return
+                if number in handled:
+                    events.put(_SignalReceived(number, time.monotonic()))
+                elif previous_writer != -1:
+                    with suppress(OSError):
+                        os.write(previous_writer, bytes([number]))
+
+    thread = threading.Thread(target=read, name="phalanx-signals", daemon=True)
+    thread.start()
     try:
+        for each in handled:
+            _replaced_handlers[each] = signal.signal(each, _leave_to_wakeup)
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            # The kernel would reap the children, and their exit codes would be lost.
+            _replaced_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         yield
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        try:
+            _restore_handlers()
+        finally:
+            signal.set_wakeup_fd(previous_writer)
+            os.write(writer, b"\0")
+            thread.join()
+            os.close(writer)
+            os.close(reader)
+
+
+_replaced_handlers: dict[int, Any] = {}
+"""Of the process, while a launcher handles its signals."""
+
+
+def _restore_handlers() -> None:
+    while _replaced_handlers:
+        number, handler = _replaced_handlers.popitem()
+        if handler is not None:  # not installed from Python
+            signal.signal(number, handler)
+
+
+@functools.cache
+def _register_signal_reset() -> None:
+    """Give processes that the caller's program forks meanwhile their own signals."""
+
+    def reset() -> None:
+        if _replaced_handlers:
+            signal.set_wakeup_fd(-1)
+            _restore_handlers()
+
+    os.register_at_fork(after_in_child=reset)
+
+
+def _leave_to_wakeup(number: int, frame: object) -> None:
+    """Handle a signal in the thread that reads the wakeup descriptor."""
 
 
 @contextmanager
@@ -185,24 +264,6 @@ def _orphan_guard_process(*, grace: float) -> Iterator[IO[bytes]]:
         process.stdin.close()
 
 
-def _with_orphans(children: Iterable[_Child]) -> list[_Child]:
-    """Return the children that exited while a process that they started still runs."""
-    exited = {c.process.pid: c for c in children if c.has_exited and c.send_to_group(0)}
-    if not exited or not Path("/proc/self/stat").exists():
-        return list(exited.values())
-    living, reused = set(), set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            # The command name before this is in parentheses and may contain anything.
-            state, _, group = path.read_bytes().rpartition(b")")[2].split()[:3]
-            if int(group) in exited and state not in b"ZX":
-                living.add(int(group))
-                # The leaders have exited. If one exists, the kernel has reused its id.
-                if path.parent.name == group.decode():
-                    reused.add(int(group))
-    return [exited[group] for group in sorted(living - reused)]
-
-
 class _Attempt:
     """One attempt: all ranks are started together, watched, and stopped together."""
 
@@ -210,67 +271,143 @@ class _Attempt:
         self,
         job: Job,
         number: int,
+        policy: RestartPolicy,
+        channels: ChannelReader | None,
         events: _Events,
         guard: IO[bytes],
         pump: OutputPump,
         timing: SupervisorTiming,
+        began: float,
     ) -> None:
         self._job = job
         self._number = number
+        self._policy = policy
+        self._channels = channels
         self._events = events
         self._guard = guard
         self._pump = pump
         self._timing = timing
-        self._children: list[_Child] = []
-        self._running: set[_Child] = set()
+        self._children: list[ChildProcess] = []
+        self._running: set[ChildProcess] = set()
         self._seen_errors: dict[tuple[str, ...], int] = {}
-        self._exits: list[RankExit] = []
-        self._began = time.monotonic()
-        self._deadline = None if job.timeout is None else self._began + job.timeout
+        self._exits: list[RecordedExit] = []
+        self._began = began  # the time from which exits are counted
+        self._deadline = None if job.timeout is None else time.monotonic() + job.timeout
         self._timed_out = False
         self._signal: _SignalReceived | None = None
         self._stop_requested_at: float | None = None
         """When the ranks were first asked to stop; later exits are not failures."""
         self._is_killing = False
+        self._is_urgent = False
+        """A second signal: nothing is waited for."""
+        self._is_over = False
+        """The policy has ended the attempt."""
+        self._orphaned: dict[ChildProcess, float] = {}
+        """Lost ranks, and when to kill what they have started."""
+        self._next_orphan_check = 0.0
 
     def run(self) -> Outcome:
         try:
             self._start_all()
             self._pump.start()
-            self._wait_until(self._ranks_exited)
+            self._wait_until(
+                lambda: self._is_over or (self._ranks_exited() and not self._policy.is_waiting)
+            )
             self._check_timeout()
         finally:
             self._stop()
             self._pump.finish(timeout=self._timing.drain_timeout)
-        reports = {child.rank: child.reports for child in self._children}
-        exits = [
-            replace(each, final_output=reports[each.rank].final_output()) if each.code else each
-            for each in sorted(self._exits, key=lambda each: each.at)
-        ]
+        exits = sorted((each.with_output() for each in self._exits), key=lambda each: each.at)
         number = None if self._signal is None else self._signal.number
         timeout = self._job.timeout if self._timed_out else None
-        return Outcome(exits=exits, signal=number, timeout=timeout, attempts=self._number + 1)
+        return Outcome(
+            exits=exits,
+            signal=number,
+            timeout=timeout,
+            attempts=self._number + 1,
+            restarts=self._policy.restarts,
+        )
 
     def _start_all(self) -> None:
         try:
-            with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-                fd, port = listener.fileno(), listener.getsockname()[1]
-                # -P: do not import a queue.py from the user's working directory.
-                command = [sys.executable, "-P", "-m", "phalanx.launch._store_server", str(fd)]
-                env = self._job.environ
-                self._start(None, command, env=env, stdin=subprocess.DEVNULL, pass_fds=[fd])
-            for rank in range(self._job.world_size):
-                env = self._job.rank_env(rank, attempt=self._number, port=port)
-                # Rank 0 keeps the terminal, so that a debugger works there.
-                stdin = None if rank == 0 else subprocess.DEVNULL
-                fds = self._job.rank_descriptors(rank)
-                arguments = self._job.rank_command(rank)
-                self._start(rank, arguments, env=env, stdin=stdin, pass_fds=fds)
+            self._start_store()
+            self._policy.begin(self, time.monotonic())
         except OSError as error:
-            started = f"{len(self._children[1:])} of {self._job.world_size} started"
+            started = f"{len(self._children[1:])} of {self._policy.ranks} started"
             raise RanksFailed(f"could not start all ranks ({started}): {error}") from error
 
-    def _start(self, rank: int | None, command: Sequence[str], **options: Any) -> None:
+    def _start_store(self) -> None:
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+            fd, self._port = listener.fileno(), listener.getsockname()[1]
+            # -P: do not import a queue.py from the user's working directory.
+            command = [sys.executable, "-P", "-m", "phalanx.launch._store_server", str(fd)]
+            env = self._job.environ
+            self._start(None, command, env=env, stdin=subprocess.DEVNULL, pass_fds=[fd])
+
+    def start_rank(self, rank: int, *, incarnation: int) -> None:
+        """Start a rank; raise OSError if that fails."""
+        job, channel = self._job, None if self._channels is None else self._channels.open()
+        fds = [*job.rank_descriptors(rank)]
+        elastic = None
+        if channel is not None:
+            assert job.min_ranks is not None
+            elastic = ElasticEnv(
+                worker=f"{rank}.{incarnation}",
+                store=f"127.0.0.1:{self._port}",
+                ranks=self._policy.ranks,
+                min_ranks=job.min_ranks,
+                channel=channel.worker_fd,
+            )
+            fds.append(channel.worker_fd)
+        env = job.rank_env(rank, attempt=self._number, port=self._port, elastic=elastic)
+        # Rank 0 keeps the terminal, so that a debugger works there.
+        stdin = None if rank == 0 else subprocess.DEVNULL
+        command = job.rank_command(rank)
+        try:
+            self._start(rank, command, channel, env=env, stdin=stdin, pass_fds=fds)
+        except OSError:
+            if channel is not None:
+                channel.shut_down()
+            raise
+        finally:
+            if channel is not None:
+                channel.close_worker_end()
+
+    def send(self, rank: int, number: int) -> None:
+        """Signal a rank."""
+        for child in self._running:
+            if child.rank == rank:
+                child.send(number)
+
+    def find_pid(self, rank: int) -> int | None:
+        """Return the process of a rank that runs."""
+        return next((each.process.pid for each in self._running if each.rank == rank), None)
+
+    def fail(self, cause: RecordedExit, message: str) -> None:
+        """Stop the attempt. The exit is the first cause."""
+        self._record(cause, message)
+
+    def finish(self) -> None:
+        """Stop the attempt. The run has succeeded."""
+        self._is_over = True
+        self._policy.stop(is_preemption=False)
+
+    def kill(self) -> None:
+        """End the attempt at once, for another one."""
+        self.finish()
+        self._stop_requested_at = self._deadline = time.monotonic()
+
+    def show(self, message: str) -> None:
+        """Print a message of the launcher."""
+        self._pump.write_message(message)
+
+    def _start(
+        self,
+        rank: int | None,
+        command: Sequence[str],
+        channel: WorkerChannel | None = None,
+        **options: Any,
+    ) -> None:
         """Start a rank or the store in a new session; its exit becomes an event."""
         job = self._job
         process = subprocess.Popen(
@@ -284,22 +421,25 @@ class _Attempt:
         reports = ErrorReportFilter(
             self._seen_errors, rank, labelled=job.prefix, full=job.full_tracebacks
         )
-        child = _Child(rank, process, reports)
-
-        def wait() -> None:
-            code = process.wait()
-            self._events.put(_ProcessExited(child, code, time.monotonic()))
-
-        name = "store" if rank is None else f"rank {rank}"
-        threading.Thread(target=wait, name=f"phalanx-wait-{name}", daemon=True).start()
+        child = ChildProcess(rank, process, reports, channel)
         self._children.append(child)
         self._running.add(child)
         self._tell_guard(f"+{process.pid}")
-        label = f"[{name}] " if rank is None or job.prefix else ""
+        label = "[store] " if rank is None else f"[rank {rank}] " if job.prefix else ""
         assert process.stdout is not None
         assert process.stderr is not None
-        self._pump.add(process.stdout, OutputSource(label, rank=rank))
-        self._pump.add(process.stderr, OutputSource(label, is_error=True, rank=rank), reports)
+        try:
+            self._pump.add(process.stdout, OutputSource(label, rank=rank))
+            self._pump.add(process.stderr, OutputSource(label, is_error=True, rank=rank), reports)
+            child.watch(self._events.put)
+        except (OSError, RuntimeError) as error:  # there is no descriptor or thread left
+            self._children.remove(child)
+            self._running.discard(child)
+            child.send_to_group(signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(self._timing.kill_timeout)
+            self._tell_guard(f"-{process.pid}")
+            raise OSError(str(error)) from error
 
     def _tell_guard(self, line: str) -> None:
         with suppress(BrokenPipeError):
@@ -308,51 +448,106 @@ class _Attempt:
     def _ranks_exited(self) -> bool:
         return all(child.rank is None for child in self._running)
 
-    def _orphans(self) -> list[_Child]:
-        return _with_orphans(child for child in self._children if child.rank is not None)
+    def _orphans(self) -> list[ChildProcess]:
+        return with_orphans(child for child in self._children if child.rank is not None)
 
     def _wait_until(self, condition: Callable[[], bool], *, poll: float | None = None) -> None:
         """Handle events until the condition holds or the deadline has passed."""
         while not condition():
-            remaining = None if self._deadline is None else self._deadline - time.monotonic()
-            if remaining is not None and remaining <= 0:
+            now = time.monotonic()
+            if self._deadline is not None and now >= self._deadline:
                 return
-            # SimpleQueue raises OverflowError above TIMEOUT_MAX.
-            waits = [each for each in (remaining, poll, threading.TIMEOUT_MAX) if each is not None]
+            dues = (self._deadline, self._policy.next_due())
+            waits = [max(0.0, due - now) for due in dues if due is not None]
+            if self._orphaned:
+                self._end_orphaned(now)
+                waits.append(max(0.0, self._next_orphan_check - now))
+            if poll is not None:
+                waits.append(poll)
             try:
-                event = self._events.get(timeout=min(waits))
+                event = self._events.get(timeout=min([*waits, threading.TIMEOUT_MAX]))
             except Empty:
+                # Only now: what has happened counts before what is due.
+                self._policy.on_time(time.monotonic())
                 continue
-            if isinstance(event, _SignalReceived):
-                self._on_signal(event)
-            elif event.child in self._running:  # not one of an earlier attempt
-                self._on_exit(event)
+            self._handle(event)
 
-    def _on_exit(self, event: _ProcessExited) -> None:
-        rank, requested = event.child.rank, self._stop_requested_at
+    def _handle(self, event: _Event) -> None:
+        if isinstance(event, _SignalReceived):
+            self._on_signal(event)
+        elif isinstance(event, ControlRequest):
+            if event.reply.set_running_or_notify_cancel():  # the client still waits
+                event.reply.set_result(self._policy.answer(event.fields, time.monotonic()))
+        elif isinstance(event, WorkerChannel):
+            self._receive_messages()
+        elif event.child in self._running:  # not one of an earlier attempt
+            self._on_exit(event)
+
+    def _receive_messages(self) -> None:
+        now = time.monotonic()
+        for child in self._running:
+            if child.channel is not None and child.rank is not None:
+                for message in child.channel.receive():
+                    self._policy.on_message(child.rank, message, now)
+
+    def _on_exit(self, event: ProcessExited) -> None:
+        child, requested = event.child, self._stop_requested_at
+        rank, code = child.rank, child.reap()
         was_terminated = requested is not None and event.at >= requested
-        self._running.discard(event.child)
-        if not _with_orphans([event.child]):
-            # The group is empty, so the kernel may reuse its id.
-            self._tell_guard(f"-{event.child.process.pid}")
-        if rank is None and was_terminated:
-            return
-        exit_ = RankExit(
+        # Of all ranks: what the others wrote before this exit counts before it, too.
+        self._receive_messages()
+        self._running.discard(child)
+        result = RankExit(
             rank=rank,
             # A store that exits before the ranks has failed, whatever its code.
-            code=event.code or (1 if rank is None else 0),
+            code=code or (1 if rank is None else 0),
             at=event.at - self._began,
             was_terminated=was_terminated,
         )
-        is_first = not any(each.failed or each.preempted for each in self._exits)
+        exit_, is_orderly = RecordedExit(result, child.reports), True
+        if child.channel is not None:
+            is_orderly = child.channel.has_ended
+            child.channel.shut_down()
+        now = time.monotonic()
+        is_survived = rank is not None and self._policy.on_exit(exit_, now, is_orderly=is_orderly)
+        orphans = with_orphans([child])
+        if not orphans:
+            # The group is empty, so the kernel may reuse its id.
+            self._tell_guard(f"-{child.process.pid}")
+        if is_survived:
+            self._children.remove(child)
+            self._orphaned |= dict.fromkeys(orphans, now + self._timing.orphan_grace)
+        elif rank is not None or not was_terminated:
+            self._record(exit_)
+
+    def _end_orphaned(self, now: float) -> None:
+        """Kill what lost ranks have started and has not ended in time; forget what has."""
+        if now < self._next_orphan_check:
+            return
+        self._next_orphan_check = now + 10 * self._timing.orphan_poll_interval
+        living = with_orphans(self._orphaned)
+        for child, due in [*self._orphaned.items()]:
+            if child not in living:
+                self._tell_guard(f"-{child.process.pid}")  # the kernel may reuse its id
+                del self._orphaned[child]
+            elif now >= due:
+                child.send_to_group(signal.SIGKILL)
+
+    def _record(self, exit_: RecordedExit, message: str = "") -> None:
+        """Add an exit to the outcome; the first failure gives the others a deadline."""
+        result, is_first = exit_.result, not self._has_failed()
         self._exits.append(exit_)
-        if is_first and (exit_.failed or exit_.preempted) and requested is None:
-            delay = self._job.grace if exit_.preempted else self._job.linger
+        is_cause = is_first and (result.failed or result.preempted)
+        if is_cause and self._stop_requested_at is None:
+            self._policy.stop(is_preemption=result.preempted)
+            delay = self._job.grace if result.preempted else self._job.linger
             self._deadline = time.monotonic() + delay
-            if not self._ranks_exited() and not exit_.preempted:
-                self._pump.write_message(
-                    f"{exit_.name} failed: {describe_code(exit_.code)}; stopping the others"
-                )
+            if not self._ranks_exited() and not result.preempted:
+                message = message or f"{result.name} failed: {describe_code(result.code)}"
+                self.show(f"{message}; stopping the others")
+
+    def _has_failed(self) -> bool:
+        return any(each.result.failed or each.result.preempted for each in self._exits)
 
     def _on_signal(self, event: _SignalReceived) -> None:
         first = self._signal
@@ -366,25 +561,25 @@ class _Attempt:
             return
         if self._stop_requested_at is not None:
             # A second request: kill now. Killed processes keep their deadline.
+            self._signal = first or event
+            self._is_urgent = True
             self._deadline = self._deadline if self._is_killing else now
             return
         self._signal = event
+        self._policy.stop(is_preemption=True)
         self._stop_requested_at = now
         self._deadline = now + self._job.grace
         self._send_to_ranks(event.number)
-        self._pump.write_message(
-            f"{signal_name(event.number)}: forwarded to the ranks; a second one kills them"
-        )
+        self.show(f"{signal_name(event.number)}: forwarded to the ranks; a second one kills them")
 
     def _check_timeout(self) -> None:
         """If the job's own deadline has passed, and not one that replaced it, ask for stacks."""
-        is_stopping = self._signal is not None or any(
-            each.failed or each.preempted for each in self._exits
-        )
+        is_stopping = self._is_over or self._signal is not None or self._has_failed()
         if self._ranks_exited() or is_stopping:
             return
         self._timed_out = True
-        self._pump.write_message(f"timed out after {self._job.timeout:g} s; stopping the ranks")
+        self._policy.stop(is_preemption=False)
+        self.show(f"timed out after {self._job.timeout:g} s; stopping the ranks")
         if self._job.stack_signal is not None:
             # Alone: the kernel would let a fatal signal end a rank before the handler of this one.
             self._stop_requested_at = time.monotonic()
@@ -395,6 +590,7 @@ class _Attempt:
 
     def _stop(self) -> None:
         """Stop what still runs: ranks first, so that they can stop what they started."""
+        self._policy.stop(is_preemption=False)
         if self._stop_requested_at is None:
             self._stop_requested_at = time.monotonic()
             self._deadline = self._stop_requested_at + self._job.grace
@@ -404,14 +600,18 @@ class _Attempt:
             child.send_to_group(signal.SIGTERM)
         poll = self._timing.orphan_poll_interval
         self._wait_until(lambda: self._ranks_exited() and not self._orphans(), poll=poll)
+        if self._orphaned and not self._is_urgent:
+            self._deadline = max(self._orphaned.values())
+            self._wait_until(lambda: not self._orphaned)
         self._is_killing = True
         self._deadline = time.monotonic() + self._timing.kill_timeout
-        for child in {*self._running, *self._orphans()}:
+        for child in {*self._running, *self._orphans(), *self._orphaned}:
             child.send_to_group(signal.SIGKILL)
-        self._wait_until(lambda: not self._running and not self._orphans(), poll=poll)
+        self._wait_until(
+            lambda: not self._running and not self._orphans() and not self._orphaned, poll=poll
+        )
 
     def _send_to_ranks(self, number: int) -> None:
         for child in self._children:
-            if child.rank is not None and not child.has_exited:
-                with suppress(ProcessLookupError):
-                    os.kill(child.process.pid, number)
+            if child.rank is not None:
+                child.send(number)

@@ -1,4 +1,4 @@
-"""The command line: `phalanx run`, `phalanx doctor`, `phalanx mesh`, `phalanx checkpoint`.
+"""The command line: `phalanx run`, `ps`, `scale`, `doctor`, `mesh` and `checkpoint`.
 
 Importing this module must not import torch, so that `phalanx run` starts at once. Each command
 imports what only it needs.
@@ -6,15 +6,18 @@ imports what only it needs.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from click.core import ParameterSource
 
+from .._formatting import format_age, format_count, format_ranks, format_table
 from ..errors import MisuseError, RanksFailed
 from . import _job
 from . import run as run_ranks
@@ -31,6 +34,7 @@ Examples:
   phalanx run -n auto -m package.train
   phalanx run -n 4 --drop-in train.py
   phalanx run -n 4 --max-restarts 3 train.py
+  phalanx run -n 2:4 --elastic train.py
   phalanx run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py
 """
 
@@ -49,6 +53,8 @@ def main() -> None:
 
     \b
     phalanx run -n 4 train.py       run a script on four ranks
+    phalanx ps                      list elastic runs
+    phalanx scale RUN 8             change the number of ranks of one
     phalanx doctor                  check this machine and measure its backends
     phalanx mesh 8x16x8 --rank 513  show a rank's coordinates and groups in a mesh
     phalanx checkpoint ls run       list checkpoints; show, verify, diff, prune
@@ -58,12 +64,20 @@ def main() -> None:
 main.add_command(checkpoint)
 
 
-def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> RankCount:
-    if value == "auto":
-        return "auto"
-    if not value.isdecimal() or int(value) < 1:
+class _RanksOption(NamedTuple):
+    """The value of -n: N, or MIN:N for an elastic run."""
+
+    ranks: RankCount
+    min_ranks: int | None = None
+
+
+def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> _RanksOption:
+    minimum, separator, number = value.rpartition(":")
+    words = ([minimum] if separator else []) + ([number] if number != "auto" else [])
+    if not all(word.isdecimal() and int(word) >= 1 for word in words):
         raise click.BadParameter(f"must be 'auto' or a positive integer, got {value!r}")
-    return int(value)
+    ranks: RankCount = "auto" if number == "auto" else int(number)
+    return _RanksOption(ranks, int(minimum) if separator else None)
 
 
 # Everything after the script's name is an argument of the script.
@@ -78,8 +92,9 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> RankCoun
     "ranks",
     required=True,
     callback=_ranks,
-    metavar="N",
-    help="Number of ranks; 'auto' for one per usable core.",
+    metavar="[MIN:]N",
+    help="Number of ranks; 'auto' for one per usable core. With --elastic, MIN is the least "
+    "number that trains (default: 1).",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option(
@@ -88,11 +103,16 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> RankCoun
     help="Run a script for torch on phalanx: on CPUs, replace Gloo and torch's DDP in it.",
 )
 @click.option(
+    "--elastic",
+    is_flag=True,
+    help="Replace ranks that die while the others go on.",
+)
+@click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
-    default=0,
     metavar="N",
-    help="Restart all ranks up to N times after a failure.",
+    help="Restart all ranks up to N times after a failure (default: 0). With --elastic, replace "
+    "up to N lost ranks (default: all).",
 )
 @click.option(
     "--prefix/--no-prefix", default=True, help="Print the rank before each line (the default)."
@@ -132,6 +152,10 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
     also sets ACCELERATE_USE_CPU, which Accelerate needs to train one model on all ranks. When a
     rank fails, shows its traceback, stops the others, and exits with its exit code.
 
+    --elastic is for scripts that train with phalanx.elastic.ElasticRun. A rank that is killed or
+    crashes is replaced; one that raises an exception fails the job as usual. `phalanx scale`
+    changes the number of ranks. MASTER_ADDR and MASTER_PORT are not set.
+
     --drop-in sets PHALANX_DROP_IN=1; see `phalanx doctor --drop-in SCRIPT`.
 
     Forwards SIGTERM, SIGINT and SIGHUP to the ranks, which have --grace seconds to save a
@@ -143,12 +167,19 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
     --prefix, --linger and --full-tracebacks.
     """
     torchrun_args = _job.torchrun_options(**{name: options.pop(name) for name in TORCHRUN_OPTIONS})
+    options |= options.pop("ranks")._asdict()
+    _check_elastic_options(torchrun_args, options)
     with _errors_as_usage():
         if torchrun_args:
             _reject_launcher_options(torchrun_args[0].partition("=")[0])
-            shared = {name: options[name] for name in ("ranks", "module", "max_restarts")}
             command = _job.torchrun_command(
-                script, args, torchrun_args=torchrun_args, grace=grace, **shared
+                script,
+                args,
+                torchrun_args=torchrun_args,
+                ranks=options["ranks"],
+                module=options["module"],
+                max_restarts=options["max_restarts"] or 0,
+                grace=grace,
             )
             _job.exec_torchrun(command, ranks=options["ranks"], drop_in=options["drop_in"])
         grace = GRACE if grace is None else grace
@@ -158,6 +189,23 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
     elif outcome.exit_code:
         _print_failure(describe(outcome))
     click.get_current_context().exit(outcome.exit_code)
+
+
+def _check_elastic_options(torchrun_args: Sequence[str], options: Mapping[str, Any]) -> None:
+    if not options["elastic"]:
+        if options["min_ranks"] is not None:
+            raise click.UsageError("-n MIN:N is for elastic runs: add --elastic")
+        return
+    if torchrun_args:
+        option = torchrun_args[0].partition("=")[0]
+        raise click.UsageError(
+            f"--elastic cannot be used with {option}: elastic runs are on one machine"
+        )
+    if options["drop_in"]:
+        raise click.UsageError(
+            "--elastic cannot be used with --drop-in, which replaces torch's DDP: elastic scripts "
+            "use phalanx.elastic.ElasticRun"
+        )
 
 
 def _reject_launcher_options(torchrun_option: str) -> None:
@@ -192,6 +240,73 @@ def _print_failure(report: str) -> None:
     click.secho(head, err=True, fg="red", bold=True, color=_colour())
     for line in rest:
         click.echo(line, err=True)
+
+
+@main.command(short_help="List the elastic runs of this user.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def ps(*, as_json: bool) -> None:
+    """List the elastic runs of this user on this machine.
+
+    RANKS is how many are members of the group now, and how many there should be.
+    """
+    from ._control_socket import send_request
+    from ._run_directory import find_runs
+
+    found = []
+    with _errors_as_usage():
+        for run in find_runs():
+            known = {"id": run.info.id, "script": run.info.script}
+            try:
+                found.append({**known, **send_request(run.socket, command="status")})
+            except OSError as error:
+                found.append({**known, "error": str(error)})
+    if as_json:
+        click.echo(json.dumps(found))
+    elif found:
+        header = ("ID", "SCRIPT", "RANKS", "STEP", "UPTIME", "RESTARTS")
+        rows = [_describe_run(each) for each in found]
+        lines = format_table(header, rows, right="RANKS STEP UPTIME RESTARTS")
+        click.echo("\n".join(lines))
+    else:
+        click.echo("no elastic runs")
+
+
+def _describe_run(status: Mapping[str, Any]) -> tuple[str, ...]:
+    if "ranks" not in status:  # it has just started, is ending, or is suspended
+        return status["id"], status["script"], "?", "?", "?", "?"
+    step = "-" if status["step"] is None else str(status["step"])
+    ranks = f"{status['members']}/{status['ranks']}"
+    uptime = format_age(time.time() - status["started"])
+    return status["id"], status["script"], ranks, step, uptime, str(status["restarts"])
+
+
+@main.command(short_help="Change the number of ranks of an elastic run.")
+@click.argument("run")
+@click.argument("ranks", type=int)
+def scale(*, run: str, ranks: int) -> None:
+    """Change the number of ranks of an elastic RUN.
+
+    RUN is an id that `phalanx ps` lists, or the beginning of one. New ranks join the run, and the
+    highest ranks leave it after their current step.
+    """
+    from ._control_socket import send_request
+    from ._run_directory import find_run
+
+    with _errors_as_usage():
+        found = find_run(run)
+    try:
+        reply = send_request(found.socket, command="scale", ranks=ranks)
+    except OSError as error:
+        raise click.ClickException(f"run {found.info.id} does not answer: {error}") from error
+    if "error" in reply:
+        raise click.UsageError(f"run {found.info.id}: {reply['error']}")
+    changes = [
+        f"{format_ranks(reply[key])} {verb}"
+        for key, verb in (("started", "started"), ("leaving", "leaving"))
+        if reply[key]
+    ]
+    text = "; ".join([format_count(reply["ranks"], "rank"), *changes])
+    click.echo(f"{found.info.id}: {text}")
 
 
 @main.command(short_help="Check this machine and measure its backends.")

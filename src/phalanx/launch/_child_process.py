@@ -1,0 +1,116 @@
+"""A process that the launcher has started: a rank or the store.
+
+Each one leads a session of its own, so whatever it starts is found by its process group. A thread
+waits for its exit but does not reap it. Only the supervisor's thread does, so the pid of a child
+that has not been reaped there is never that of another process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ._error_reports import ErrorReportFilter
+from ._outcome import RankExit
+from ._worker_channel import WorkerChannel
+
+UNKNOWN_EXIT_CODE = 255
+
+
+@dataclass(frozen=True, eq=False)
+class ChildProcess:
+    """A rank or the store; leader of its own session and process group."""
+
+    rank: int | None
+    process: subprocess.Popen[bytes]
+    reports: ErrorReportFilter
+    channel: WorkerChannel | None = None
+    """From the worker of an elastic run."""
+
+    @property
+    def has_exited(self) -> bool:  # processes that it started may still run
+        return self.process.returncode is not None
+
+    def watch(self, put: Callable[[ProcessExited], None]) -> None:
+        """Put an event when the process has exited."""
+
+        def wait() -> None:
+            if hasattr(os, "waitid"):
+                # If the program ignores SIGCHLD, the kernel reaps children itself.
+                with suppress(ChildProcessError):
+                    os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+            else:  # macOS
+                self.process.wait()
+            put(ProcessExited(self, time.monotonic()))
+
+        name = "store" if self.rank is None else f"rank {self.rank}"
+        threading.Thread(target=wait, name=f"phalanx-wait-{name}", daemon=True).start()
+
+    def reap(self) -> int:
+        """Return the exit code, negative for the number of a signal. It must have exited."""
+        if hasattr(os, "waitid"):
+            try:
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:
+                # The program ignores SIGCHLD. It is not known whether the process succeeded.
+                self.process.wait()
+                return UNKNOWN_EXIT_CODE
+        return self.process.wait()
+
+    def send(self, number: int) -> None:
+        """Signal the process, unless it has exited."""
+        if not self.has_exited:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def send_to_group(self, number: int) -> bool:
+        """Signal the process and all that it started; return whether there are any."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+            return True
+        return False
+
+
+class ProcessExited(NamedTuple):
+    """The event that a child has exited."""
+
+    child: ChildProcess
+    at: float  # on the monotonic clock
+
+
+class RecordedExit(NamedTuple):
+    """How a child ended, and its output, which may not have been read yet."""
+
+    result: RankExit
+    reports: ErrorReportFilter
+
+    def with_output(self) -> RankExit:
+        """Return how it ended, with the output so far if it did not succeed."""
+        if not self.result.code:
+            return self.result
+        return replace(self.result, final_output=self.reports.final_output())
+
+
+def with_orphans(children: Iterable[ChildProcess]) -> list[ChildProcess]:
+    """Return the children that exited while a process that they started still runs."""
+    exited = {c.process.pid: c for c in children if c.has_exited and c.send_to_group(0)}
+    if not exited or not Path("/proc/self/stat").exists():
+        return list(exited.values())
+    living, reused = set(), set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The command name before this is in parentheses and may contain anything.
+            state, _, group = path.read_bytes().rpartition(b")")[2].split()[:3]
+            if int(group) in exited and state not in b"ZX":
+                living.add(int(group))
+                # The leaders have exited. If one exists, the kernel has reused its id.
+                if path.parent.name == group.decode():
+                    reused.add(int(group))
+    return [exited[group] for group in sorted(living - reused)]

@@ -1,0 +1,591 @@
+"""Restart policies: which ranks to start, what the exit of one means, and when to start over.
+
+The supervisor of an attempt watches processes and asks the policy of the run what to do.
+`RestartTogether` restarts all ranks after a failure. `ReplaceLost` is the policy of elastic runs:
+it replaces single ranks while the others go on. Policies start no threads and read no clock.
+
+In an elastic run a *worker* is one process. It has a rank, in which later workers replace it, and
+becomes a member of the group when it has the state of the others. What its exit means:
+
+- killed by a signal, or ended without reaching its exit handlers (``os._exit``): it is lost, and
+  replaced;
+- 0, after it was asked to leave or has told that it left: it is gone;
+- 0 otherwise: it has finished;
+- any other exit code, such as that of an exception: the job fails.
+
+The losses of a rank are forgotten when a worker in it becomes a member. The first cause of a
+failure is the earliest loss that is not forgotten.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+from .._formatting import format_count
+from .._signals import describe_exit
+from ._child_process import RecordedExit
+from ._outcome import Outcome, RankExit
+from ._run_directory import RunInfo
+from ._worker_channel import WorkerMessage
+
+CRASH_LOOP = 3
+"""Losses of one rank in a row, each before the worker became a member, that end the job."""
+REPLACEMENT_DELAYS = (0.0, 0.1, 0.2)
+"""Seconds before a replacement, by how many workers of the rank were lost in a row."""
+START_RETRY_INTERVAL = 10.0
+"""Seconds after the system could not start a process."""
+LEAVE_WINDOW = 1.0
+"""Seconds before a worker that leaves is replaced. A scheduler that preempts the whole job may
+signal the ranks before the launcher."""
+FUTILE_RESTARTS = 10
+"""Restarts of all ranks in a row, none of which got any further, that end the job."""
+MAX_RANKS = 1024
+"""What a run can be scaled to: more is a typing error."""
+
+
+class AttemptControl(Protocol):
+    """What a policy can do: the supervisor of one attempt."""
+
+    def start_rank(self, rank: int, *, incarnation: int) -> None:
+        """Start a rank; raise OSError if that fails."""
+
+    def send(self, rank: int, number: int) -> None:
+        """Signal a rank."""
+
+    def find_pid(self, rank: int) -> int | None:
+        """Return the process of a rank that runs."""
+
+    def show(self, message: str) -> None:
+        """Print a message of the launcher."""
+
+    def fail(self, cause: RecordedExit, message: str) -> None:
+        """Stop the attempt. The exit is the first cause."""
+
+    def finish(self) -> None:
+        """Stop the attempt. The run has succeeded."""
+
+    def kill(self) -> None:
+        """End the attempt at once, for another one."""
+
+
+class RestartPolicy:
+    """What the supervisor asks; one policy for all attempts of a run.
+
+    The defaults are those of a run whose ranks are started together and end together.
+    """
+
+    ranks: int
+    """The number of ranks of an attempt."""
+    restarts = 0
+    """How many were used."""
+
+    def begin(self, attempt: AttemptControl, now: float) -> None:
+        """Start the ranks of an attempt."""
+        raise NotImplementedError
+
+    def wants_restart(self, outcome: Outcome) -> bool:
+        """Return whether to start another attempt after one that ended without a signal."""
+        raise NotImplementedError
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a rank will be started later."""
+        return False
+
+    def on_message(self, rank: int, message: WorkerMessage, now: float) -> None:
+        """Handle what a worker tells."""
+
+    def on_exit(
+        self,
+        exit_: RecordedExit,  # noqa: ARG002
+        now: float,  # noqa: ARG002
+        *,
+        is_orderly: bool,  # noqa: ARG002
+    ) -> bool:
+        """Handle the exit of a rank; return whether the run goes on without it.
+
+        Otherwise the exit is part of the outcome.
+        """
+        return False
+
+    def on_time(self, now: float) -> None:
+        """Do what is due."""
+
+    def next_due(self) -> float | None:
+        """Return when to call `on_time`."""
+        return None
+
+    def stop(self, *, is_preemption: bool) -> None:
+        """Start no more ranks: the attempt ends, or the ranks save what there is to save."""
+
+    def answer(self, request: Mapping[str, Any], now: float) -> Mapping[str, Any]:
+        """Answer a request to the control socket."""
+        raise NotImplementedError
+
+
+class RestartTogether(RestartPolicy):
+    """Restart all ranks after a failure, a limited number of times."""
+
+    def __init__(self, ranks: int, *, max_restarts: int) -> None:
+        self.ranks = ranks
+        self._max_restarts = max_restarts
+        self._attempts = 0
+
+    def begin(self, attempt: AttemptControl, now: float) -> None:  # noqa: ARG002
+        self.restarts = self._attempts
+        self._attempts += 1
+        if self.restarts:
+            number = f"attempt {self._attempts} of {self._max_restarts + 1}"
+            attempt.show(f"restarting all ranks: {number}")
+        for rank in range(self.ranks):
+            attempt.start_rank(rank, incarnation=self.restarts)
+
+    def wants_restart(self, outcome: Outcome) -> bool:
+        return outcome.first_failure is not None and self._attempts <= self._max_restarts
+
+
+class WorkerState(StrEnum):
+    """What a worker of an elastic run is doing."""
+
+    WAITING = "waiting to restart"
+    STARTING = "starting"
+    MEMBER = "member"
+    LEAVING = "leaving"
+
+
+@dataclass(eq=False, kw_only=True)
+class _SupervisedWorker:
+    rank: int
+    incarnation: int
+    state: WorkerState = WorkerState.WAITING
+    due: float | None = None
+    """When to start it, or to kill it if it has not left."""
+    started_at: float = 0.0
+    max_members: int | None = None  # told when it has asked to join; more workers are spares
+    is_member: bool = False  # also while it leaves
+    is_leader: bool = False  # it stays the leader until it ends
+    is_replacement: bool = False
+    was_asked_to_leave: bool = False  # by this launcher
+    has_left: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.rank}.{self.incarnation}"
+
+
+@dataclass(eq=False)
+class _Losses:
+    """The losses of a rank since a worker in it was a member."""
+
+    first: RecordedExit
+    count: int = 0
+    early: list[RecordedExit] = field(default_factory=list)  # before the worker became a member
+
+
+class ReplaceLost(RestartPolicy):
+    """Replace lost ranks while the others go on; start over if no member is left.
+
+    Each replacement is a restart, and so is starting over. With no restarts left the run goes on
+    while at least `min_ranks` workers live.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        run: RunInfo,
+        max_restarts: int | None,
+        grace: float,
+        quorum_timeout: float,
+    ) -> None:
+        self.ranks = ranks
+        self._run = run
+        self._min_ranks = run.min_ranks
+        self._max_restarts = max_restarts
+        self._grace = grace
+        self._quorum_timeout = quorum_timeout
+        self._workers: dict[int, _SupervisedWorker] = {}
+        self._incarnations: dict[int, int] = {}  # how many workers each rank has had
+        self._losses: dict[int, _Losses] = {}  # by rank, oldest first
+        self._last_exit: RecordedExit | None = None
+        self._longest_start = 0.0
+        self._step: int | None = None
+        self._furthest_step = -1
+        self._futile_restarts = 0
+        self._wants_restart = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget what holds for one attempt only."""
+        self._workers.clear()
+        self._is_formed = False  # whether there has been a member
+        self._had_quorum = False
+        self._without_quorum_since: float | None = None
+        self._finished = 0  # workers that exited with 0 and had not been asked to leave
+        self._has_leader_finished = False
+        self._is_leader_lost = False  # and no other has taken over
+        self._ended_early: RecordedExit | None = None  # with 0, before there was a member
+        self._is_stopping = False
+        self._is_preempted = False
+        self._has_saved = False  # a preempted worker has ended as it should
+        self._has_succeeded = False
+        self._wants_restart = False
+
+    def begin(self, attempt: AttemptControl, now: float) -> None:
+        if not self._incarnations:
+            attempt.show(f"elastic run {self._run.id}: {format_count(self.ranks, 'rank')}")
+        self._attempt = attempt
+        self._reset()
+        for rank in range(self.ranks):
+            worker = self._add(rank)
+            attempt.start_rank(rank, incarnation=worker.incarnation)
+            worker.state, worker.started_at = WorkerState.STARTING, now
+
+    def wants_restart(self, outcome: Outcome) -> bool:  # noqa: ARG002
+        return self._wants_restart
+
+    @property
+    def is_waiting(self) -> bool:
+        return any(each.state is WorkerState.WAITING for each in self._workers.values())
+
+    def stop(self, *, is_preemption: bool) -> None:
+        self._is_stopping = True
+        self._is_preempted |= is_preemption
+        for worker in [*self._workers.values()]:
+            if worker.state is WorkerState.WAITING:
+                self._cancel(worker)
+
+    def on_message(self, rank: int, message: WorkerMessage, now: float) -> None:
+        worker = self._workers[rank]
+        if message.leader:
+            worker.is_leader, self._is_leader_lost = True, False
+        match message.event:
+            case "ready" if worker.max_members is None:
+                worker.max_members = message.max_members
+                self._longest_start = max(self._longest_start, now - worker.started_at)
+                self._check_start()
+            case "member" if not worker.is_member:
+                worker.is_member = True
+                if worker.state is WorkerState.STARTING:
+                    worker.state = WorkerState.MEMBER
+                self._losses.pop(rank, None)
+                if not self._is_formed:
+                    self._is_formed, self._step = True, message.step
+                self._check_quorum(now)
+            case "progress" if message.leader and message.step is not None:
+                self._step = message.step
+            case "leaving" if worker.state in (WorkerState.STARTING, WorkerState.MEMBER):
+                self._on_leaving(worker, now)
+            case "left":
+                worker.has_left, worker.is_member = True, False
+                worker.state, worker.due = WorkerState.LEAVING, now + self._grace
+
+    def _on_leaving(self, worker: _SupervisedWorker, now: float) -> None:
+        """Replace a worker that others than the launcher told to leave, if it is needed."""
+        if self._is_stopping:
+            return
+        worker.state = WorkerState.LEAVING
+        others = [self._workers[rank] for rank in self._staying()]
+        if len(others) + self._finished >= self._min_ranks:
+            return
+        if worker.is_member and not any(each.is_member for each in others):
+            return  # all that have the state leave: they save it
+        self._check_quorum(now)
+        minimum = f"the run needs {format_count(self._min_ranks, 'rank')}"
+        if self._has_restarts():
+            self.restarts += 1
+            (rank,) = self._free_ranks(1)
+            self._add(rank, due=now + LEAVE_WINDOW).is_replacement = True
+            what = f"starting rank {rank} in its place"
+        else:
+            worker.due = now + self._grace
+            what = "no restarts left"
+        self._attempt.show(f"rank {worker.rank} was told to leave, and {minimum}; {what}")
+
+    def on_exit(self, exit_: RecordedExit, now: float, *, is_orderly: bool) -> bool:
+        result = exit_.result
+        assert result.rank is not None
+        worker = self._workers.pop(result.rank)
+        self._last_exit = exit_
+        # Python ends itself by SIGINT after an uncaught KeyboardInterrupt.
+        is_killed = result.code < 0 and result.code != -signal.SIGINT
+        is_lost = result.code != 0 and not result.preempted and (is_killed or not is_orderly)
+        if self._is_stopping:
+            return self._is_dispensable(worker, result, is_lost=is_lost)
+        if worker.has_left or (worker.was_asked_to_leave and result.code):
+            is_expected = result.preempted or result.code in (0, 128 + signal.SIGTERM)
+            if not is_lost and not is_expected:
+                return False  # an exception
+            if result.code:
+                self._attempt.show(f"{result.name} was asked to leave: {_how(result.code)}")
+            if self._is_formed and not self._has_member() and not self._finished:
+                self._start_over("all ranks lost")
+            elif worker.is_leader and not self._has_member() and self._finished:
+                self._start_over("the leader was lost after the last step")
+            elif not self._workers and not self._finished:
+                self._fail("no rank is left")
+        elif is_lost:
+            self._on_loss(worker, exit_, now)
+        elif result.code == 0:
+            self._on_success(worker, exit_)
+            return False
+        else:
+            return False
+        self._check_quorum(now)
+        return True
+
+    def _is_dispensable(
+        self, worker: _SupervisedWorker, result: RankExit, *, is_lost: bool
+    ) -> bool:
+        """Return whether the exit of a worker does not matter while the run is stopped."""
+        self._has_saved |= result.preempted
+        if self._has_succeeded:
+            return True
+        if not self._is_preempted or not self._is_formed:
+            return False
+        # Members save what there is to save, with or without the others.
+        return not worker.is_member or (is_lost and (self._has_member() or self._has_saved))
+
+    def _on_success(self, worker: _SupervisedWorker, exit_: RecordedExit) -> None:
+        self._finished += worker.is_member
+        self._has_leader_finished |= worker.is_leader
+        if self._is_formed and not self._has_member():
+            # What still starts has come too late.
+            if self._has_leader_finished or not self._is_leader_lost:
+                self._succeed()
+            else:
+                self._start_over("the leader was lost after the last step")
+        elif not self._is_formed:
+            self._ended_early = exit_
+            self._check_start()
+
+    def _check_start(self) -> None:
+        """Fail if workers wait for the first step and too many have ended without a failure."""
+        ended = self._ended_early
+        if ended is None or self._is_formed or len(self._staying()) >= self._min_ranks:
+            return
+        if any(each.max_members is not None for each in self._workers.values()):
+            few = f"fewer than {format_count(self._min_ranks, 'rank')} left"
+            self._fail(f"{ended.result.name} ended before the first step; {few}", ended)
+
+    def _succeed(self) -> None:
+        self._has_succeeded = True
+        self._attempt.finish()
+
+    def _on_loss(self, worker: _SupervisedWorker, exit_: RecordedExit, now: float) -> None:
+        """Schedule the replacement of a lost worker, or end the attempt."""
+        rank, words = worker.rank, f"{exit_.result.name} lost: {_how(exit_.result.code)}"
+        losses = self._losses.setdefault(rank, _Losses(exit_))
+        losses.count += 1
+        if not worker.is_member and not self._is_spare(worker):
+            losses.early.append(exit_)
+        self._is_leader_lost |= worker.is_leader
+        if len(losses.early) == CRASH_LOOP:
+            times = f"{CRASH_LOOP} times in a row before it was a member"
+            self._attempt.fail(losses.early[0], f"{words}, {times}")
+        elif self._is_all_lost() and self._has_leader_finished:
+            self._attempt.show(f"{words}; not replaced: the run has finished")
+            self._succeed()
+        elif self._is_all_lost():
+            self._attempt.show(words)
+            self._start_over("all ranks lost")
+        elif not self._has_restarts():
+            self._attempt.show(f"{words}; not replaced: no restarts left")
+            if len(self._staying()) + self._finished < self._min_ranks:
+                self._fail(f"fewer than {format_count(self._min_ranks, 'rank')} left")
+        elif worker.state is WorkerState.LEAVING and len(self._staying()) >= self.ranks:
+            self._attempt.show(f"{words}; not replaced: another rank has taken its place")
+        else:
+            self.restarts += 1
+            delay = REPLACEMENT_DELAYS[min(losses.count, len(REPLACEMENT_DELAYS)) - 1]
+            self._add(rank, due=now + delay).is_replacement = True
+            later = f" in {delay:g} s" if delay else ""
+            limit = self._max_restarts
+            number = "" if limit is None else f" ({self.restarts} of {limit})"
+            self._attempt.show(f"{words}; starting a replacement{later}{number}")
+
+    def _is_spare(self, worker: _SupervisedWorker) -> bool:
+        members = sum(each.is_member for each in self._workers.values())
+        return worker.max_members is not None and members >= worker.max_members
+
+    def _is_all_lost(self) -> bool:
+        """Return whether nobody has the state of the run, or nobody runs."""
+        runs = any(each.state is not WorkerState.WAITING for each in self._workers.values())
+        return not self._has_member() and (self._is_formed or not runs)
+
+    def _check_quorum(self, now: float) -> None:
+        states = [each.state for each in self._workers.values() if each.is_member]
+        members = len(states) - states.count(WorkerState.LEAVING) + self._finished
+        if members >= self._min_ranks:
+            self._had_quorum, self._without_quorum_since = True, None
+        elif self._had_quorum and self._without_quorum_since is None:
+            self._without_quorum_since = now
+
+    def _start_over(self, reason: str) -> None:
+        # Replacements that have not come to anything are not restarts of their own.
+        for worker in [*self._workers.values()]:
+            if worker.state is WorkerState.WAITING:
+                self._cancel(worker)
+            else:
+                self.restarts -= worker.is_replacement and not worker.is_member
+        step = self._step or 0
+        self._futile_restarts = 0 if step > self._furthest_step else self._futile_restarts + 1
+        self._furthest_step = max(step, self._furthest_step)
+        if self._futile_restarts >= FUTILE_RESTARTS:
+            reason += f", {FUTILE_RESTARTS} times in a row without a further step"
+            self._fail(reason)
+            return
+        if not self._has_restarts():
+            self._fail(reason)
+            return
+        self.restarts += 1
+        self._attempt.show(f"{reason}; restarting from the last checkpoint")
+        self._wants_restart = True
+        self._attempt.kill()
+
+    def _fail(self, message: str, cause: RecordedExit | None = None) -> None:
+        """Fail the run: because of `cause`, the earliest loss, or whatever happened last."""
+        cause = cause or next((each.first for each in self._losses.values()), self._last_exit)
+        assert cause is not None, "a run in which nothing has ended does not fail"
+        if not cause.result.code:
+            cause = cause._replace(result=replace(cause.result, code=1))
+        self._attempt.fail(cause, message)
+
+    def _has_member(self) -> bool:
+        return any(each.is_member for each in self._workers.values())
+
+    def _staying(self) -> list[int]:
+        states = {each.rank: each.state for each in self._workers.values()}
+        return sorted(rank for rank in states if states[rank] is not WorkerState.LEAVING)
+
+    def _has_restarts(self) -> bool:
+        return self._max_restarts is None or self.restarts < self._max_restarts
+
+    def _add(self, rank: int, *, due: float | None = None) -> _SupervisedWorker:
+        incarnation = self._incarnations.get(rank, 0)
+        self._incarnations[rank] = incarnation + 1
+        worker = self._workers[rank] = _SupervisedWorker(
+            rank=rank, incarnation=incarnation, due=due
+        )
+        return worker
+
+    def next_due(self) -> float | None:
+        if self._is_stopping:
+            return None
+        dues = [each.due for each in self._workers.values() if each.due is not None]
+        if self._without_quorum_since is not None:
+            dues.append(self._without_quorum_since + self._quorum_deadline())
+        return min(dues, default=None)
+
+    def _quorum_deadline(self) -> float:
+        # A program that takes minutes to start takes as long to be replaced.
+        return max(self._quorum_timeout, 2 * self._longest_start)
+
+    def on_time(self, now: float) -> None:
+        if self._is_stopping:
+            return
+        for worker in self._workers.values():
+            if worker.due is None or now < worker.due:
+                continue
+            worker.due = None
+            if worker.state is WorkerState.LEAVING:
+                self._attempt.send(worker.rank, signal.SIGKILL)
+            else:
+                self._start(worker, now)
+        since, deadline = self._without_quorum_since, self._quorum_deadline()
+        if since is not None and now >= since + deadline:
+            self._without_quorum_since = None
+            if self._losses or self._has_restarts():
+                members = format_count(self._min_ranks, "member")
+                self._start_over(f"fewer than {members} for {deadline:.3g} s")
+
+    def _start(self, worker: _SupervisedWorker, now: float) -> None:
+        try:
+            self._attempt.start_rank(worker.rank, incarnation=worker.incarnation)
+        except OSError as error:  # no memory, or too many processes
+            worker.due = now + START_RETRY_INTERVAL
+            again = f"trying again in {START_RETRY_INTERVAL:g} s"
+            self._attempt.show(f"could not start rank {worker.rank}: {error}; {again}")
+            return
+        worker.state, worker.started_at = WorkerState.STARTING, now
+
+    def answer(self, request: Mapping[str, Any], now: float) -> Mapping[str, Any]:
+        command = request.get("command")
+        if command == "status":
+            return self._status()
+        if command == "scale":
+            return self._scale(request.get("ranks"), now)
+        return {"error": f"unknown command {command!r}; there are 'status' and 'scale'"}
+
+    def _status(self) -> Mapping[str, Any]:
+        workers = [
+            {
+                "rank": each.rank,
+                "worker": each.name,
+                "pid": self._attempt.find_pid(each.rank),
+                "state": each.state.value,
+            }
+            for _, each in sorted(self._workers.items())
+        ]
+        return {
+            "id": self._run.id,
+            "script": self._run.script,
+            "pid": self._run.pid,
+            "started": self._run.started,
+            "min_ranks": self._min_ranks,
+            "ranks": self.ranks,
+            "step": self._step,
+            "members": sum(each.is_member for each in self._workers.values()),
+            "restarts": self.restarts,
+            "workers": workers,
+        }
+
+    def _scale(self, ranks: object, now: float) -> Mapping[str, Any]:
+        if type(ranks) is not int or ranks < 1:
+            return {"error": f"the number of ranks must be at least 1, got {ranks!r}"}
+        if ranks > MAX_RANKS:
+            return {"error": f"the number of ranks must be at most {MAX_RANKS}, got {ranks}"}
+        if ranks < self._min_ranks:
+            return {"error": f"the run needs at least {self._min_ranks} ranks, got {ranks}"}
+        if self._is_stopping:
+            return {"error": "the run is being stopped"}
+        staying = self._staying()
+        self.ranks = ranks
+        # Those that have the state stay, and of these the ones with the lowest ranks.
+        by_use = sorted(staying, key=lambda rank: (not self._workers[rank].is_member, rank))
+        leaving = sorted(by_use[ranks:])
+        for rank in leaving:
+            self._ask_to_leave(self._workers[rank], now)
+        new = self._free_ranks(ranks - len(staying))
+        for rank in new:
+            self._add(rank, due=now)
+        if new or leaving:
+            self._attempt.show(f"scaled to {format_count(ranks, 'rank')}")
+        return {"ok": True, "ranks": ranks, "started": new, "leaving": leaving}
+
+    def _free_ranks(self, count: int) -> list[int]:
+        free = (rank for rank in itertools.count() if rank not in self._workers)
+        return [next(free) for _ in range(count)]
+
+    def _ask_to_leave(self, worker: _SupervisedWorker, now: float) -> None:
+        self._losses.pop(worker.rank, None)
+        worker.was_asked_to_leave = True
+        if worker.state is WorkerState.WAITING:
+            self._cancel(worker)
+            return
+        worker.state, worker.due = WorkerState.LEAVING, now + self._grace
+        self._attempt.send(worker.rank, signal.SIGTERM)
+
+    def _cancel(self, worker: _SupervisedWorker) -> None:
+        """Do not start a worker that waits for it."""
+        self.restarts -= worker.is_replacement
+        del self._workers[worker.rank]
+
+
+def _how(code: int) -> str:
+    return f"killed by {describe_exit(code)}" if code < 0 else describe_exit(code)

@@ -1,0 +1,587 @@
+"""Decisions of elastic runs, with a clock that the tests set."""
+
+import signal
+
+import pytest
+
+from phalanx.launch import Outcome, RankExit
+
+from .internals import RecordedExit, ReplaceLost, RunInfo, WorkerMessage
+
+KILLED = -signal.SIGKILL
+
+
+class Attempt:
+    """Records what a policy does."""
+
+    def __init__(self):
+        self.started, self.messages, self.sent = [], [], []
+        self.cause = None
+        self.end = ""
+
+    def start_rank(self, rank, *, incarnation):
+        self.started.append(f"{rank}.{incarnation}")
+
+    def send(self, rank, number):
+        self.sent.append((rank, number))
+
+    def find_pid(self, rank):
+        return 1000 + rank
+
+    def show(self, message):
+        self.messages.append(message)
+
+    def fail(self, cause, message):
+        self.cause, self.end = cause.result, "failed"
+        self.messages.append(message)
+        self.policy.stop(is_preemption=False)
+
+    def finish(self):
+        self.end = "finished"
+        self.policy.stop(is_preemption=False)
+
+    def kill(self):
+        self.end = "killed"
+        self.policy.stop(is_preemption=False)
+
+
+class Run:
+    """An elastic run without processes."""
+
+    def __init__(self, ranks, *, min_ranks=1, max_restarts=None, members=True):
+        info = RunInfo(
+            id="train-0000", script="train.py", min_ranks=min_ranks, pid=1, pid_since=2, started=3.0
+        )
+        self.policy = ReplaceLost(
+            ranks, run=info, max_restarts=max_restarts, grace=30.0, quorum_timeout=60.0
+        )
+        self.now = 100.0
+        self.begin()
+        for rank in range(ranks if members else 0):
+            self.join(rank)
+
+    def begin(self):
+        self.attempt = Attempt()
+        self.attempt.policy = self.policy
+        self.policy.begin(self.attempt, self.now)
+
+    def ready(self, rank, max_members=8):
+        message = WorkerMessage(event="ready", max_members=max_members)
+        self.policy.on_message(rank, message, self.now)
+
+    def tell(self, rank, event):
+        self.policy.on_message(rank, WorkerMessage(event=event), self.now)
+
+    def join(self, rank, step=0):
+        self.ready(rank)
+        self.policy.on_message(rank, WorkerMessage(event="member", step=step), self.now)
+
+    def lead(self, rank):
+        self.policy.on_message(rank, WorkerMessage(event="progress", step=1, leader=True), self.now)
+
+    def exit(self, rank, code=KILLED, *, ended=False, terminated=False):
+        result = RankExit(rank=rank, code=code, at=self.now, was_terminated=terminated)
+        return self.policy.on_exit(RecordedExit(result, None), self.now, is_orderly=ended)
+
+    def pass_time(self, seconds):
+        self.now += seconds
+        self.policy.on_time(self.now)
+
+    def scale(self, ranks):
+        return self.policy.answer({"command": "scale", "ranks": ranks}, self.now)
+
+    @property
+    def status(self):
+        return self.policy.answer({"command": "status"}, self.now)
+
+    @property
+    def states(self):
+        return {each["worker"]: each["state"] for each in self.status["workers"]}
+
+
+def test_a_lost_rank_is_replaced_at_once():
+    run = Run(3, max_restarts=100)
+    assert run.exit(2) is True
+    assert run.attempt.messages[-1] == (
+        "rank 2 lost: killed by SIGKILL; starting a replacement (1 of 100)"
+    )
+    assert run.states["2.1"] == "waiting to restart"
+    assert run.policy.next_due() == run.now
+    run.pass_time(0)
+    assert run.attempt.started == ["0.0", "1.0", "2.0", "2.1"]
+    assert run.states["2.1"] == "starting"
+    run.join(2)
+    assert run.states["2.1"] == "member"
+    assert run.policy.next_due() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "ended", "survived"),
+    [(0, True, False), (0, False, False), (1, True, False), (75, False, False), (1, False, True)],
+)
+def test_only_a_death_without_an_orderly_end_is_survived(code, ended, survived):
+    run = Run(2)
+    assert run.exit(1, code, ended=ended) is survived
+    assert run.policy.is_waiting is survived
+
+
+def test_the_backoff_doubles_until_a_replacement_becomes_a_member():
+    run = Run(2)
+    delays = []
+    for _ in range(3):
+        run.exit(1)
+        delays.append(run.policy.next_due() - run.now)
+        run.pass_time(delays[-1])
+    assert delays == pytest.approx([0.0, 0.1, 0.2])
+    run.join(1)
+    run.exit(1)
+    assert run.policy.next_due() == run.now
+
+
+def test_the_third_loss_in_a_row_before_membership_fails_the_run():
+    run = Run(2)
+    for code in (KILLED, 7, 8, 9):
+        assert run.attempt.end == ""
+        run.exit(1, code)
+        run.pass_time(1)
+    assert run.attempt.end == "failed"
+    assert run.attempt.cause.code == 7, "the first that was no member"
+    assert "3 times in a row" in run.attempt.messages[-1]
+
+
+def test_without_restarts_the_run_goes_on_with_the_minimum():
+    run = Run(4, min_ranks=2, max_restarts=1)
+    run.exit(3)
+    run.pass_time(0)
+    run.join(3)
+    run.exit(2, 5)
+    assert run.attempt.messages[-1] == "rank 2 lost: exit code 5; not replaced: no restarts left"
+    run.exit(1)
+    assert run.attempt.end == ""
+    assert not run.policy.is_waiting
+    run.exit(0)
+    assert run.attempt.end == "failed"
+    assert (run.attempt.cause.rank, run.attempt.cause.code) == (2, 5), "rank 3 was replaced"
+
+
+def test_a_run_without_members_starts_over_with_its_current_size():
+    run = Run(4)
+    run.scale(3)
+    run.exit(3, 0)
+    for rank in range(3):
+        run.exit(rank)
+        run.pass_time(0)  # replacements have started, and know nothing
+    assert run.attempt.end == "killed"
+    assert run.attempt.messages[-1] == "all ranks lost; restarting from the last checkpoint"
+    assert run.policy.wants_restart(Outcome(exits=[]))
+    assert run.policy.restarts == 1, "unused replacements do not count"
+    run.begin()
+    assert run.attempt.started == ["0.2", "1.2", "2.1"], "names are unique in the run"
+    assert not run.policy.wants_restart(Outcome(exits=[]))
+
+
+def test_ranks_that_die_before_the_group_is_formed_are_replaced_one_by_one():
+    run = Run(2, members=False)
+    run.exit(0)
+    run.pass_time(0)
+    run.exit(1)
+    run.pass_time(0)
+    assert run.attempt.started == ["0.0", "1.0", "0.1", "1.1"]
+    assert run.attempt.end == ""
+
+
+def test_a_run_that_cannot_start_over_fails_with_the_first_loss():
+    run = Run(2, max_restarts=0)
+    run.exit(1, 5)
+    run.exit(0, 6)
+    assert (run.attempt.end, run.attempt.cause.code) == ("failed", 5)
+
+
+def test_losing_all_ranks_takes_one_restart():
+    run = Run(3, max_restarts=1)
+    for rank in range(3):
+        run.exit(rank)
+    assert (run.attempt.end, run.policy.restarts) == ("killed", 1)
+
+
+def test_the_run_has_finished_when_its_leader_has_and_the_others_are_lost():
+    run = Run(2)
+    run.lead(0)
+    assert run.exit(0, 0) is False
+    assert run.exit(1) is True
+    assert (run.attempt.end, run.policy.restarts) == ("finished", 0)
+    assert "not replaced: the run has finished" in run.attempt.messages[-1]
+
+
+@pytest.mark.parametrize("first", ["the others", "the leader"])
+def test_a_run_whose_leader_is_lost_after_the_last_step_starts_over(first):
+    run = Run(3)
+    run.lead(0)
+    for rank in (1, 2, 0) if first == "the others" else (0, 1, 2):
+        run.exit(rank, 0 if rank else KILLED)
+    assert (run.attempt.end, run.policy.restarts) == ("killed", 1)
+    assert run.policy.wants_restart(Outcome(exits=[]))
+
+
+def test_a_run_without_restarts_fails_if_its_leader_is_lost_after_the_last_step():
+    run = Run(2, max_restarts=0)
+    run.lead(0)
+    run.exit(1, 0)
+    run.exit(0)
+    assert (run.attempt.end, run.attempt.cause.rank) == ("failed", 0)
+
+
+def test_the_run_has_succeeded_when_the_last_member_has():
+    run = Run(3)
+    run.lead(0)
+    run.exit(2)
+    run.pass_time(0)
+    run.exit(0, 0)
+    assert run.attempt.end == ""
+    assert run.exit(1, 0) is False
+    assert run.attempt.end == "finished"
+    assert run.exit(2, -signal.SIGTERM) is True
+
+
+def test_too_few_members_for_too_long_start_over():
+    run = Run(3, min_ranks=3)
+    run.exit(2)
+    run.pass_time(0)
+    run.pass_time(59)
+    assert run.attempt.end == ""
+    assert run.policy.next_due() == run.now + 1
+    run.pass_time(1)
+    assert run.attempt.end == "killed"
+    assert run.attempt.messages[-1] == (
+        "fewer than 3 members for 60 s; restarting from the last checkpoint"
+    )
+    assert run.policy.next_due() is None
+
+
+def test_a_slow_start_or_a_member_in_time_does_not_start_over():
+    run = Run(2, min_ranks=2, members=False)
+    run.pass_time(500)
+    for rank in range(2):
+        run.join(rank)
+    run.exit(1)
+    run.pass_time(0)
+    run.pass_time(999)
+    assert run.attempt.end == "", "the program takes that long to start"
+    run.join(1)
+    assert run.policy.next_due() is None
+
+
+def test_finished_ranks_are_not_missing_members():
+    run = Run(2, min_ranks=2)
+    run.exit(0, 0)
+    assert run.policy.next_due() is None
+
+
+def test_a_rank_that_cannot_be_started_is_tried_again(monkeypatch):
+    run = Run(2)
+
+    def refuse(rank, *, incarnation):
+        raise BlockingIOError("no more processes")
+
+    run.exit(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.attempt, "start_rank", refuse)
+        run.pass_time(0)
+    assert "could not start rank 1: no more processes" in run.attempt.messages[-1]
+    run.pass_time(10)
+    assert run.attempt.started[-1] == "1.1"
+
+
+def test_nothing_is_replaced_while_the_run_is_stopped():
+    run = Run(3)
+    run.exit(2)
+    run.policy.stop(is_preemption=False)
+    assert not run.policy.is_waiting
+    assert run.exit(1) is False
+    run.pass_time(100)
+    assert run.attempt.started == ["0.0", "1.0", "2.0"]
+    assert run.scale(5) == {"error": "the run is being stopped"}
+
+
+def test_preempted_members_do_not_depend_on_the_others():
+    run = Run(3)
+    run.exit(2)
+    run.pass_time(0)
+    run.policy.stop(is_preemption=True)
+    assert run.exit(2, -signal.SIGTERM, terminated=True) is True, "it had nothing to save"
+    assert run.exit(1) is True, "it was lost just before"
+    assert run.exit(0, 75, terminated=True) is False
+
+
+def test_scaling_starts_the_lowest_free_ranks_and_asks_the_highest_to_leave():
+    run = Run(3)
+    assert run.scale(2) == {"ok": True, "ranks": 2, "started": [], "leaving": [2]}
+    assert run.attempt.sent == [(2, signal.SIGTERM)]
+    assert run.states["2.0"] == "leaving"
+    assert run.scale(4)["started"] == [3, 4], "rank 2 is still there"
+    run.pass_time(0)
+    assert run.exit(2, -signal.SIGTERM) is True, "it was asked to leave"
+    assert run.scale(5)["started"] == [2]
+    run.pass_time(0)
+    assert run.attempt.started[3:] == ["3.0", "4.0", "2.1"]
+    assert run.status["ranks"] == 5
+
+
+def test_a_rank_that_does_not_leave_is_killed():
+    run = Run(2)
+    run.scale(1)
+    run.pass_time(29)
+    assert run.attempt.sent == [(1, signal.SIGTERM)]
+    run.pass_time(1)
+    assert run.attempt.sent[1:] == [(1, signal.SIGKILL)]
+    assert run.policy.next_due() is None
+    assert run.exit(1) is True
+    assert run.attempt.end == ""
+
+
+def test_scaling_down_cancels_a_replacement():
+    run = Run(2)
+    run.exit(1)
+    run.scale(1)
+    assert not run.policy.is_waiting
+    run.exit(0)
+    assert run.policy.wants_restart(Outcome(exits=[]))
+    run.begin()
+    assert run.attempt.started == ["0.1"]
+
+
+def test_the_loss_of_a_rank_that_is_not_wanted_any_more_is_no_cause():
+    run = Run(2, max_restarts=1)
+    run.exit(1, 5)
+    run.scale(1)
+    assert run.policy.restarts == 0, "it was not started"
+    run.exit(0, 6)
+    assert run.attempt.end == "killed"
+    run.begin()
+    run.exit(0, 7)
+    assert (run.attempt.end, run.attempt.cause.code) == ("failed", 6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [(1, "needs at least 2"), (0, "at least 1"), (-3, "at least 1"), ("3", "at least 1"),
+     (None, "at least 1"), (True, "at least 1")],
+)  # fmt: skip
+def test_an_invalid_size_is_rejected(ranks, words):
+    run = Run(3, min_ranks=2)
+    assert words in run.scale(ranks)["error"]
+    assert run.status["ranks"] == 3
+
+
+def test_status_describes_the_run():
+    run = Run(2, min_ranks=2, max_restarts=9)
+    run.policy.on_message(0, WorkerMessage(event="progress", step=13, leader=True), run.now)
+    run.policy.on_message(1, WorkerMessage(event="progress", step=99), run.now)
+    run.policy.on_message(1, WorkerMessage(event="unknown"), run.now)
+    assert run.status == {
+        "id": "train-0000",
+        "script": "train.py",
+        "pid": 1,
+        "started": 3.0,
+        "min_ranks": 2,
+        "ranks": 2,
+        "step": 13,
+        "members": 2,
+        "restarts": 0,
+        "workers": [
+            {"rank": 0, "worker": "0.0", "pid": 1000, "state": "member"},
+            {"rank": 1, "worker": "1.0", "pid": 1001, "state": "member"},
+        ],
+    }
+    assert "unknown command" in run.policy.answer({}, run.now)["error"]
+
+
+def test_restarts_that_never_get_further_fail_the_run():
+    run = Run(1)
+    run.policy.on_message(0, WorkerMessage(event="progress", step=7, leader=True), run.now)
+    starts = 1
+    while True:
+        run.exit(0)
+        if run.attempt.end == "failed":
+            break
+        run.begin()
+        run.join(0, step=5)
+        starts += 1
+    assert starts == 11  # the first, and ten that got no further
+    assert "without a further step" in run.attempt.messages[-1]
+
+
+def test_a_worker_that_left_has_not_finished_the_run():
+    run = Run(2)
+    run.lead(0)
+    run.tell(0, "leaving")
+    run.tell(0, "left")
+    assert run.exit(0, 0) is True
+    run.lead(1)
+    run.exit(1)
+    assert (run.attempt.end, run.policy.restarts) == ("killed", 1), "it starts over"
+
+
+def test_a_worker_that_is_told_to_leave_after_the_last_step_has_finished():
+    run = Run(2)
+    run.lead(0)
+    run.tell(0, "leaving")
+    assert run.exit(0, 0) is False
+    run.exit(1)
+    assert run.attempt.end == "finished"
+
+
+def test_a_worker_that_leaves_is_replaced_if_the_run_needs_it():
+    run = Run(3, min_ranks=2)
+    run.tell(2, "leaving")
+    run.pass_time(10)
+    assert run.attempt.started[3:] == []
+    run.tell(1, "leaving")
+    run.pass_time(10)
+    assert run.attempt.started[3:] == ["3.0"]
+    assert "the run needs 2 ranks; starting rank 3 in its place" in run.attempt.messages[-1]
+
+
+def test_a_worker_that_leaves_below_the_minimum_without_restarts_is_killed_in_the_end():
+    run = Run(2, min_ranks=2, max_restarts=0)
+    run.tell(1, "leaving")
+    assert run.attempt.messages[-1].endswith("no restarts left")
+    run.pass_time(31)
+    assert run.attempt.sent == [(1, signal.SIGKILL)]
+    run.exit(1)
+    assert (run.attempt.end, run.attempt.cause.rank) == ("failed", 1)
+
+
+def test_an_exception_of_a_rank_that_was_asked_to_leave_fails_the_run():
+    run = Run(2)
+    run.scale(1)
+    assert run.exit(1, 1, ended=True) is False
+
+
+def test_spares_may_be_lost_as_often_as_members():
+    run = Run(2, members=False)
+    for rank in range(2):
+        run.ready(rank, max_members=1)
+    run.join(0)
+    for _ in range(5):
+        assert run.exit(1) is True
+        run.pass_time(1)
+        run.ready(1, max_members=1)
+    assert run.attempt.end == ""
+    assert run.attempt.started[-1] == "1.5"
+
+
+def test_a_kill_after_the_interpreter_has_begun_to_end_is_a_loss():
+    run = Run(2)
+    assert run.exit(1, ended=True) is True
+    assert "starting a replacement" in run.attempt.messages[-1]
+    assert run.exit(0, -signal.SIGINT, ended=True) is False
+
+
+def test_scaling_down_keeps_the_ranks_that_have_the_state():
+    run = Run(2)
+    run.exit(0)
+    run.pass_time(0)
+    assert run.scale(1)["leaving"] == [0]
+
+
+def test_time_as_a_spare_is_not_time_to_start():
+    run = Run(2, min_ranks=2, members=False)
+    for rank in range(2):
+        run.ready(rank)
+    run.pass_time(5000)
+    for rank in range(2):
+        run.join(rank)
+    run.exit(1)
+    run.pass_time(61)
+    assert run.attempt.end == "killed"
+
+
+def test_a_rank_that_ends_before_the_first_step_is_missed():
+    run = Run(2, min_ranks=2, members=False)
+    run.exit(1, 0, ended=True)
+    assert run.attempt.end == "", "all may end, after they have printed help"
+    run.ready(0)
+    assert (run.attempt.end, run.attempt.cause.rank) == ("failed", 1)
+    assert "ended before the first step; fewer than 2 ranks left" in run.attempt.messages[-1]
+
+
+def test_a_preempted_run_that_was_saved_may_lose_ranks():
+    run = Run(2)
+    run.policy.stop(is_preemption=True)
+    assert run.exit(0, 75, ended=True) is False
+    assert run.exit(1, terminated=True) is True
+
+
+def test_the_only_worker_that_leaves_before_the_first_step_ends_the_run():
+    run = Run(1, max_restarts=0, members=False)
+    run.ready(0)
+    run.tell(0, "leaving")
+    run.tell(0, "left")
+    run.exit(0, 75, ended=True)
+    assert (run.attempt.end, run.attempt.cause.code) == ("failed", 75)
+
+
+def test_a_worker_that_left_does_not_delay_the_end():
+    run = Run(2)
+    run.lead(0)
+    run.tell(1, "leaving")
+    run.tell(1, "left")
+    run.exit(0, 0)
+    assert run.attempt.end == "finished"
+
+
+def test_a_leader_that_is_asked_to_leave_after_the_last_step_has_finished():
+    run = Run(2)
+    run.lead(1)
+    run.scale(1)
+    run.exit(0)
+    run.pass_time(0)
+    run.exit(1, 0, ended=True)
+    assert run.attempt.end == "finished"
+
+
+def test_a_run_whose_leader_is_killed_after_it_was_asked_to_leave_starts_over():
+    run = Run(3)
+    run.lead(2)
+    run.scale(2)
+    for rank in range(2):
+        run.exit(rank, 0, ended=True)
+    run.pass_time(31)
+    assert run.attempt.sent[-1] == (2, signal.SIGKILL)
+    run.exit(2)
+    assert run.attempt.end == "killed"
+
+
+def test_a_worker_that_is_killed_while_it_leaves_is_replaced_once():
+    run = Run(2, min_ranks=2)
+    run.tell(1, "leaving")
+    run.exit(1)
+    run.pass_time(5)
+    assert run.attempt.started[2:] == ["2.0"]
+    assert "another rank has taken its place" in run.attempt.messages[-1]
+
+
+def test_a_replacement_that_hangs_does_not_keep_others_waiting():
+    run = Run(2, min_ranks=2)
+    run.tell(1, "leaving")
+    run.pass_time(2)
+    run.pass_time(61)
+    assert run.attempt.end == "killed"
+
+
+def test_the_only_member_is_not_replaced_if_it_leaves():
+    run = Run(1)
+    run.tell(0, "leaving")
+    run.pass_time(5)
+    assert run.attempt.started == ["0.0"]
+
+
+def test_scaling_does_not_forget_that_the_leader_was_lost():
+    run = Run(2)
+    run.lead(0)
+    run.exit(0)
+    run.pass_time(0)
+    run.scale(1)
+    run.exit(1, 0, ended=True)
+    assert run.attempt.end == "killed", "it starts over"

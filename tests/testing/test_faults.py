@@ -10,6 +10,7 @@ import torch
 
 from phalanx.errors import GroupError, InvalidArgument
 from phalanx.testing import Died, Fault, RankFailures, Stopped, delay, faults, kill, stop
+from phalanx.testing.faults import exit_abruptly, hold_gil, kill_supervisor, segfault
 
 from .internals import _faultpoints
 
@@ -117,6 +118,38 @@ def test_several_faults(ranks):
     assert died == Died(-9)
 
 
+@pytest.mark.parametrize(
+    ("action", "status"),
+    [(segfault(), -signal.SIGSEGV), (exit_abruptly(), 137), (exit_abruptly(3), 3)],
+    ids=str,
+)
+def test_ways_to_die(ranks, action, status):
+    assert ranks.run(walk, 2, faults=[Fault("step", action, rank=1)]) == [3, Died(status)]
+
+
+def count_while_walking(ctx):
+    """Return the longest time for which another thread did not run."""
+    gaps, done = [], threading.Event()
+
+    def count():
+        last = time.monotonic()
+        while not done.wait(0.001):
+            gaps.append(time.monotonic() - last)
+            last += gaps[-1]
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    walk(ctx)
+    done.set()
+    thread.join()
+    return max(gaps, default=0.0)
+
+
+def test_hold_gil_blocks_all_threads(ranks):
+    (held,) = ranks.run(count_while_walking, 1, faults=[Fault("step", hold_gil(0.5), nth=2)])
+    assert held >= 0.5
+
+
 @pytest.mark.parametrize("action", [kill(), delay(0.1)])
 def test_a_fault_that_is_never_reached_fails_the_run(ranks, action):
     with pytest.raises(RankFailures, match="rank 1 finished, but did not reach its fault"):
@@ -168,7 +201,7 @@ def test_threads_can_only_be_delayed(threads):
     results = threads.run(walk_timed, 2, faults=[Fault("step", delay(0.2), rank=1)])
     assert results[1][1] >= 0.2
     assert results[1][1] > results[0][1]
-    for action in (kill(), stop(), stop(resume_after=1)):
+    for action in (kill(), stop(), stop(resume_after=1), segfault(), hold_gil(1)):
         with pytest.raises(InvalidArgument, match="only delay a thread"):
             threads.run(walk, 2, faults=[Fault("step", action)])
 
@@ -178,6 +211,11 @@ def test_arguments_are_checked(ranks, threads):
         Fault("step", kill(), nth=0)
     with pytest.raises(InvalidArgument, match="expect_dead"):
         ranks.run(walk, 2, expect_dead={2})
+    with pytest.raises(InvalidArgument, match="use it in a FaultPlan"):
+        Fault("step", kill_supervisor())
+    for options in ({"incarnation": 1}, {"once": True}, {"survivors": 1}):
+        with pytest.raises(InvalidArgument, match="workers of run_elastic"):
+            ranks.run(walk, 2, faults=[Fault("step", kill(), **options)])
     for each in (ranks, threads):
         with pytest.raises(InvalidArgument, match="fault for rank 2"):
             each.run(walk, 2, faults=[Fault("step", delay(1), rank=2)])

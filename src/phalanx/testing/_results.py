@@ -184,6 +184,10 @@ def check_fault_ranks(
     for fault in faults:
         if fault.rank not in (None, *range(size)):
             raise InvalidArgument(f"fault for rank {fault.rank}: ranks are 0 to {size - 1}")
+        if fault.incarnation not in (None, 0) or fault.needs_log:
+            raise InvalidArgument(
+                "incarnation, once and survivors of a fault are for workers of run_elastic"
+            )
     if not set(must_die) <= set(range(size)):
         raise InvalidArgument(f"expect_dead={sorted(must_die)}: ranks are 0 to {size - 1}")
 

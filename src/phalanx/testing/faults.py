@@ -1,6 +1,6 @@
-"""Fault injection: kill, stop or delay a rank at a named point.
+"""Fault injection: at a named point of a rank, or from outside at an instant.
 
-A fault is an argument of a run::
+**At a point.** A fault is an argument of a run::
 
     pool.run(body, 3, faults=[Fault("allreduce:issued", kill(), rank=2)])
 
@@ -8,6 +8,8 @@ or is injected by the body::
 
     with faults.inject("my point", delay(0.5)):
         ...
+
+The actions are `kill`, `stop`, `delay`, `segfault`, `exit_abruptly` and `hold_gil`.
 
 Fault points of groups are ``<operation>:before``, ``<operation>:issued`` and
 ``<operation>:after``; ``form:requested`` and, in shared memory, ``form:mapped``; and
@@ -17,25 +19,87 @@ file), ``written``, ``publish``, ``published`` and ``committed``, and when it ov
 checkpoint also ``moved``, ``replace``, ``replaced`` and, after the commit, ``discard`` (of each old
 file). A checkpoint that is removed reaches ``checkpoint:renamed`` before its files are deleted.
 Bodies add points with `reach`.
+
+Those of `phalanx.elastic.ElasticRun`, in the order of a run:
+
+``elastic:join``              a worker has written its request to join
+``elastic:forming``           before the group of a plan forms
+``elastic:formed``            after it has formed, or has failed to
+``elastic:transfer``          after each piece of the state, on all ranks
+``elastic:member``            a member has the state and has passed the barrier
+``elastic:forward``           before the script gets a micro-batch
+``elastic:backward``          before the backward pass of a micro-batch
+``elastic:folded``            after a micro-batch: gradients and buffers are added to this rank's
+``ddp:reduce_fold``           before the sum of each bucket over ranks starts
+``elastic:reduced``           the gradients of a loop are summed, also after a recovery
+``elastic:recorded``          ranks have exchanged the losses and flags of a loop
+``elastic:commit``            before the barrier that ends a loop
+``elastic:committed``         after it
+``elastic:before_optimizer``  before a step of an optimizer
+``elastic:after_optimizer``   after it
+``elastic:save``              before a rank saves
+``elastic:saved``             after it
+``elastic:evaluate``          before the barrier that ends an evaluation
+``elastic:regroup``           before a survivor gives up the group that lost a rank
+``elastic:regrouped``         after the survivors have formed a group
+``elastic:cover``             before survivors compare what they hold
+``elastic:redo``              before missing micro-batches run
+``elastic:leave``             before a worker that was told to leave gives up its group
+
+**In launched workers.** `run_elastic` runs a script under ``phalanx run --elastic``, injects faults
+into its workers and failures from outside, and returns what happened and what was left behind::
+
+    plan = FaultPlan.random(7, mean_time_between_failures=1.0, count=20)
+    outcome = run_elastic("train.py", ranks=3, plan=plan, timeout=120)
+    assert outcome.exit_code == 0 and not outcome.leaks
+
+A `FaultPlan` is drawn at random from a seed or read from a trace of preemptions. From outside a
+worker can be killed, stopped or crashed; `store_unreachable` and `kill_supervisor` affect the
+launcher.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 from .. import _faultpoints
 from .._faultpoints import reach
-from ..errors import InvalidArgument
+from ._actions import (
+    Action,
+    Fault,
+    delay,
+    exit_abruptly,
+    hold_gil,
+    kill,
+    kill_supervisor,
+    segfault,
+    stop,
+    store_unreachable,
+)
+from ._chaos import ChaosOutcome, InjectedFailure, run_elastic
+from ._fault_plan import FaultPlan, PlannedFailure
 
-__all__ = ["Action", "Fault", "delay", "inject", "kill", "reach", "stop"]
+__all__ = [
+    "Action",
+    "ChaosOutcome",
+    "Fault",
+    "FaultPlan",
+    "InjectedFailure",
+    "PlannedFailure",
+    "delay",
+    "exit_abruptly",
+    "hold_gil",
+    "inject",
+    "kill",
+    "kill_supervisor",
+    "reach",
+    "run_elastic",
+    "segfault",
+    "stop",
+    "store_unreachable",
+]
 
 
 _current_rank = threading.local()
@@ -44,9 +108,10 @@ _current_rank = threading.local()
 class ArmedFault:
     """A fault that has not fired yet."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: Fault, may_fire: Callable[[Fault], bool] | None = None) -> None:
         self.fault = fault
         self.fired = False
+        self._may_fire = may_fire
         self._thread: int | None = getattr(_current_rank, "thread", None)
         self._left = fault.nth
         self._lock = threading.Lock()  # guards the count; not held during the action
@@ -58,15 +123,20 @@ class ArmedFault:
         with self._lock:
             self._left -= 1
             due = self._left == 0
-        if due:
+        if due and self._may_fire is not None and not self._may_fire(self.fault):
+            with self._lock:
+                self._left = 1  # at the next time
+        elif due:
             self.fired = True
             self.fault.action()
 
 
 @contextmanager
-def arm_faults(faults: Sequence[Fault]) -> Iterator[list[ArmedFault]]:
-    """Arm faults for the calling rank."""
-    armed = [ArmedFault(fault) for fault in faults]
+def arm_faults(
+    faults: Sequence[Fault], *, may_fire: Callable[[Fault], bool] | None = None
+) -> Iterator[list[ArmedFault]]:
+    """Arm faults for the calling rank; one that is due fires if `may_fire` returns True."""
+    armed = [ArmedFault(fault, may_fire) for fault in faults]
     with ExitStack() as stack:
         for each in armed:
             _faultpoints.arm(each)
@@ -77,86 +147,6 @@ def arm_faults(faults: Sequence[Fault]) -> Iterator[list[ArmedFault]]:
 def mark_thread_as_rank() -> None:
     """Make this thread a rank until it ends: faults armed in it do not affect other threads."""
     _current_rank.thread = threading.get_ident()
-
-
-def _kill_self(signum: int) -> None:
-    os.kill(os.getpid(), signum)  # any thread may handle it, unlike with raise_signal
-
-
-# A stopped process cannot resume itself. The script waits until the process has stopped, because
-# a SIGCONT before that would be lost.
-_RESUME_SCRIPT = """
-until grep -q '^State:.T' /proc/$1/status; do [ -d /proc/$1 ] || exit; sleep 0.01; done
-sleep $2; kill -CONT $1
-"""
-
-
-def _stop_self(resume_after: float | None) -> None:
-    if resume_after is None:
-        signal.raise_signal(signal.SIGSTOP)
-        return
-    waker = ["sh", "-c", _RESUME_SCRIPT, "sh", str(os.getpid()), str(resume_after)]
-    with subprocess.Popen(waker, stdin=subprocess.DEVNULL):
-        signal.raise_signal(signal.SIGSTOP)
-
-
-@dataclass(frozen=True)
-class Action:
-    """The result of `kill`, `stop` and `delay`."""
-
-    name: str
-    function: Callable[[Any], None]
-    argument: Any
-    is_fatal: bool
-    """Whether the rank does not survive it."""
-
-    def __call__(self) -> None:
-        """Act on the calling rank."""
-        self.function(self.argument)
-
-
-def kill(signum: int = signal.SIGKILL) -> Action:
-    """Kill the rank's process with a signal, as a crash or the kernel would."""
-    return Action("kill", _kill_self, signum, is_fatal=True)
-
-
-def stop(*, resume_after: float | None = None) -> Action:
-    """Stop the rank's process, for `resume_after` seconds or forever.
-
-    The process stays alive and keeps its connections, but does not respond.
-    """
-    return Action("stop", _stop_self, resume_after, is_fatal=resume_after is None)
-
-
-def delay(seconds: float) -> Action:
-    """Delay the thread that reaches the point by some seconds."""
-    return Action("delay", time.sleep, seconds, is_fatal=False)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """An action at the nth time that a rank reaches a fault point."""
-
-    point: str
-    action: Action
-    rank: int | None = None
-    """The affected rank; all ranks by default."""
-    nth: int = 1
-    """Counted per rank from the start of the run."""
-    optional: bool = False
-    """Whether it is fine if the point is never reached."""
-
-    def __post_init__(self) -> None:
-        if self.nth < 1:
-            raise InvalidArgument(f"nth must be at least 1, got {self.nth}")
-
-    def applies_to(self, rank: int) -> bool:
-        """Return whether the fault affects `rank`."""
-        return self.rank is None or self.rank == rank
-
-    def __str__(self) -> str:
-        times = "" if self.nth == 1 else f" (time {self.nth})"
-        return f"{self.action.name} at '{self.point}'{times}"
 
 
 def inject(point: str, action: Action, *, nth: int = 1) -> AbstractContextManager[object]:

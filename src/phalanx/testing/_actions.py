@@ -1,0 +1,231 @@
+"""What a fault does, and `Fault`: an action at a fault point.
+
+An action is a name and at most one number, so it also has a text, such as ``stop:0.5``: faults are
+sent to launched workers and written to traces in this form, and nothing has to be unpickled.
+
+Most actions are carried out by the process that they affect, at a fault point. Some can also be
+carried out by another process, and two only so (`EXTERNAL`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import InvalidArgument
+
+EXTERNAL = ("kill", "stop", "segfault", "store_unreachable", "kill_supervisor")
+"""What can be done to a process from outside."""
+
+
+def _kill_self(signum: int) -> None:
+    os.kill(os.getpid(), signum)  # any thread may handle it, unlike with raise_signal
+
+
+# A stopped process cannot resume itself. The script waits until the process has stopped, because
+# a SIGCONT before that would be lost.
+_RESUME_SCRIPT = """
+until grep -q '^State:.T' /proc/$1/status; do [ -d /proc/$1 ] || exit; sleep 0.01; done
+sleep $2; kill -CONT $1
+"""
+
+
+def _stop_self(resume_after: float | None) -> None:
+    if resume_after is None:
+        signal.raise_signal(signal.SIGSTOP)
+        return
+    waker = ["sh", "-c", _RESUME_SCRIPT, "sh", str(os.getpid()), str(resume_after)]
+    with subprocess.Popen(waker, stdin=subprocess.DEVNULL):
+        signal.raise_signal(signal.SIGSTOP)
+
+
+def _read_address_0(_: None) -> None:
+    ctypes.string_at(0)
+
+
+def _hold_gil(seconds: float) -> None:
+    # Functions of a PyDLL are called without releasing the GIL.
+    sleep = ctypes.PyDLL(None).usleep
+    sleep.argtypes = [ctypes.c_uint]
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:  # a signal ends the call early
+        sleep(min(int(left * 1e6) + 1, 1_000_000))  # what POSIX allows at once
+
+
+_IN_PROCESS: dict[str, Callable[[Any], None]] = {
+    "kill": _kill_self,
+    "stop": _stop_self,
+    "delay": time.sleep,
+    "segfault": _read_address_0,
+    "exit_abruptly": os._exit,
+    "hold_gil": _hold_gil,
+}
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a fault does; made by `kill`, `stop`, `delay` and the like."""
+
+    name: str
+    argument: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in _MAKERS:
+            raise InvalidArgument(
+                f"there is no action {self.name!r}; the actions are {', '.join(_MAKERS)}"
+            )
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether the rank does not survive it."""
+        if self.name == "stop":
+            return self.argument is None
+        return self.name in ("kill", "segfault", "exit_abruptly")
+
+    def __call__(self) -> None:
+        """Act on the calling rank."""
+        _IN_PROCESS[self.name](self.argument)
+
+    def __str__(self) -> str:
+        return self.name if self.argument is None else f"{self.name}:{self.argument}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Return the action of a text such as ``kill``, ``kill:15`` or ``stop:0.5``."""
+        name, _, argument = text.strip().partition(":")
+        cls(name)  # raises if there is no such action
+        try:
+            return _MAKERS[name](*([_number(argument)] if argument else []))
+        except (TypeError, ValueError) as error:
+            if isinstance(error, InvalidArgument):
+                raise
+            raise InvalidArgument(f"invalid argument of the action {text!r}") from error
+
+
+def _number(text: str) -> float:
+    return int(text) if text.isdecimal() else float(text)
+
+
+def kill(signum: int = signal.SIGKILL) -> Action:
+    """Kill the rank's process with a signal, as a crash or the kernel would."""
+    return Action("kill", int(signum))
+
+
+def stop(*, resume_after: float | None = None) -> Action:
+    """Stop the rank's process, for `resume_after` seconds or forever.
+
+    The process stays alive and keeps its connections, but does not respond.
+    """
+    return Action("stop", resume_after)
+
+
+def delay(seconds: float) -> Action:
+    """Delay the thread that reaches the point by some seconds."""
+    return Action("delay", seconds)
+
+
+def segfault() -> Action:
+    """Crash the rank's process by reading from address 0."""
+    return Action("segfault")
+
+
+def exit_abruptly(code: int = 137) -> Action:
+    """End the rank's process without any cleanup.
+
+    137 is the code of a container whose process was killed because it had used up its memory.
+    """
+    return Action("exit_abruptly", code)
+
+
+def hold_gil(seconds: float) -> Action:
+    """Block all Python threads of the rank's process for some seconds, as a C extension can."""
+    return Action("hold_gil", seconds)
+
+
+def store_unreachable(seconds: float) -> Action:
+    """Stop the launcher's store for some seconds; only in a `FaultPlan`."""
+    return Action("store_unreachable", seconds)
+
+
+def kill_supervisor() -> Action:
+    """Kill the launcher of the run with SIGKILL; only in a `FaultPlan`."""
+    return Action("kill_supervisor")
+
+
+_MAKERS: dict[str, Callable[..., Action]] = {
+    "kill": kill,
+    "stop": lambda resume_after=None: stop(resume_after=resume_after),
+    "delay": delay,
+    "segfault": segfault,
+    "exit_abruptly": exit_abruptly,
+    "hold_gil": hold_gil,
+    "store_unreachable": store_unreachable,
+    "kill_supervisor": kill_supervisor,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An action at the nth time that a rank reaches a fault point."""
+
+    point: str
+    action: Action
+    rank: int | None = None
+    """The affected rank, in an elastic run the slot of the worker; all ranks by default."""
+    nth: int = 1
+    """Counted per process from the start of the run."""
+    optional: bool = False
+    """Whether it is fine if the point is never reached."""
+    incarnation: int | None = 0
+    """Which process of the rank: 0 is the first, 1 its replacement; None means every one. Only
+    launched workers are replaced."""
+    once: bool = False
+    """Whether it fires only once in a run, in the first process that gets there; only in launched
+    workers."""
+    survivors: int = 0
+    """How many other workers of an elastic run must be members. With fewer it does not fire, and
+    waits for the next time that the point is reached."""
+
+    def __post_init__(self) -> None:
+        if self.nth < 1:
+            raise InvalidArgument(f"nth must be at least 1, got {self.nth}")
+        if self.action.name not in _IN_PROCESS:
+            raise InvalidArgument(
+                f"{self.action.name} is not an action of a rank: use it in a FaultPlan"
+            )
+
+    @property
+    def needs_log(self) -> bool:
+        """Whether it depends on what happened in other processes."""
+        return self.once or self.survivors > 0
+
+    def applies_to(self, rank: int, incarnation: int = 0) -> bool:
+        """Return whether the fault affects a process of `rank`."""
+        return self.rank in (None, rank) and self.incarnation in (None, incarnation)
+
+    def __str__(self) -> str:
+        times = "" if self.nth == 1 else f" (time {self.nth})"
+        return f"{self.action.name} at '{self.point}'{times}"
+
+
+def faults_to_json(faults: Sequence[Fault]) -> str:
+    """Return faults as text for another process."""
+    return json.dumps([{**asdict(each), "action": str(each.action)} for each in faults])
+
+
+def faults_from_json(text: str) -> list[Fault]:
+    """Return the faults of a text; raise `InvalidArgument` if it has anything else."""
+    try:
+        entries = json.loads(text)
+        return [Fault(**{**each, "action": Action.parse(each["action"])}) for each in entries]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(f"not a list of faults: {text!r}") from error

@@ -1,0 +1,191 @@
+"""Trainings whose workers die, are stopped or crash: the result has the same bits.
+
+``PHALANX_SOAK=1`` injects more than a thousand failures at random instants (``make soak``).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from phalanx.errors import InvalidState
+from phalanx.testing.faults import (
+    Fault,
+    FaultPlan,
+    PlannedFailure,
+    exit_abruptly,
+    hold_gil,
+    kill,
+    kill_supervisor,
+    run_elastic,
+    segfault,
+    stop,
+    store_unreachable,
+)
+
+from .chaos import (
+    MODELS,
+    RUNS,
+    SCRIPT,
+    RandomCase,
+    Training,
+    differences,
+    faults_of_run,
+    kill_at_points,
+    results_in,
+    train,
+    undisturbed,
+)
+
+SOAK = "PHALANX_SOAK" in os.environ
+SOAK_FAILURES = 1200
+SOAK_SHARDS = 3
+"""Workers that die and start leave the cores idle half of the time, so runs share them."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_without_failures_the_world_size_does_not_matter(tmp_path, model):
+    training = Training(model, steps=23)
+    command = [sys.executable, "-m", "phalanx", "run", "-n2", SCRIPT, "--workers=1"]
+    command += [f"--directory={tmp_path / 'checkpoints'}", *training.arguments(tmp_path / "result")]
+    subprocess.run(command, check=True, timeout=100)
+    found = results_in(tmp_path)
+    assert found.keys() == {"result", "result.0", "result.1"}
+    assert differences(undisturbed(training), found) == {}
+
+
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_ranks_killed_at_every_point(tmp_path, number):
+    outcome = kill_at_points(number, tmp_path)
+    assert len(outcome.injected) == len(faults_of_run(number))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_failures_at_random_instants(tmp_path, seed):
+    outcome = RandomCase(seed).run(tmp_path)
+    assert outcome.injected
+
+
+@pytest.mark.parametrize(
+    "action", [segfault(), exit_abruptly(), stop(resume_after=1.0), hold_gil(1.0)], ids=str
+)
+def test_other_ways_to_fail(tmp_path, action):
+    places = [("elastic:backward", 0), ("ddp:reduce_fold", 1), ("elastic:commit", 2)]
+    faults = [
+        Fault(point, action, rank=rank, nth=5 + 20 * rank, incarnation=None, once=True)
+        for point, rank in places
+    ]
+    train(Training("conv", steps=120), tmp_path, ranks=3, faults=faults, timeout=120)
+
+
+def failures(*actions, at=1.0, gap=1.0):
+    planned = [PlannedFailure(at=at + gap * i, action=each) for i, each in enumerate(actions)]
+    return FaultPlan(tuple(planned))
+
+
+def test_a_rank_killed_while_it_leaves(tmp_path):
+    """It was asked to leave by SIGTERM, and is replaced."""
+    plan = FaultPlan((PlannedFailure(at=1.0, action=kill(signal.SIGTERM), rank=1),))
+    faults = [Fault("elastic:leave", kill(), rank=1)]
+    outcome = train(
+        Training(steps=100), tmp_path, ranks=3, plan=plan, faults=faults, survivors=2, timeout=90
+    )
+    assert [each.worker for each in outcome.injected] == ["1.0", "1.0"]
+
+
+def test_a_rank_that_leaves_at_the_minimum_is_replaced(tmp_path):
+    plan = FaultPlan((PlannedFailure(at=1.0, action=kill(signal.SIGTERM), rank=1),))
+    outcome = train(
+        Training(steps=100), tmp_path, ranks=2, min_ranks=2, plan=plan, survivors=1, timeout=90
+    )
+    assert "the run needs 2 ranks; starting rank 2 in its place" in outcome.output
+
+
+def test_two_ranks_in_one_instant(tmp_path):
+    plan = failures(kill(), kill(), gap=0.0)
+    outcome = train(Training(steps=100), tmp_path, ranks=3, plan=plan, timeout=90)
+    assert len(outcome.lost) == 2
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_all_ranks_in_one_instant(tmp_path, saves):
+    """The run starts over, from the newest checkpoint or from the beginning."""
+    plan = failures(kill(), kill(), kill(), at=2.0, gap=0.0)
+    outcome = train(Training(steps=100), tmp_path, ranks=3, plan=plan, saves=saves, timeout=120)
+    assert {each.partition(".")[0] for each in outcome.lost} == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("point", "starts_over"), [("user:finished", False), ("user:leader_finished", True)]
+)
+def test_a_rank_killed_after_the_last_step(tmp_path, point, starts_over):
+    """Only the leader writes the result; without it the run starts over."""
+    faults = [Fault(point, kill(), incarnation=None, once=True)]
+    outcome = train(Training(steps=25), tmp_path, ranks=2, faults=faults, pace=0, timeout=90)
+    assert len(outcome.injected) == 1
+    assert (tmp_path / "result").exists()
+    assert ("restarting from the last checkpoint" in outcome.output) == starts_over
+
+
+def test_an_unreachable_store(tmp_path):
+    plan = failures(store_unreachable(3.0), kill(), store_unreachable(1.0), kill(), gap=0.5)
+    train(Training(steps=200), tmp_path, ranks=3, plan=plan, timeout=120)
+
+
+def test_a_killed_supervisor_takes_all_ranks_with_it(tmp_path):
+    plan = failures(kill_supervisor())
+    arguments = [*Training(steps=10_000).arguments(tmp_path / "result"), "--pace=0.05"]
+    outcome = run_elastic(SCRIPT, arguments, ranks=3, plan=plan, timeout=90, options=["--grace=2"])
+    assert outcome.exit_code == -9, str(outcome)
+    # Its directory is removed by whoever looks for runs next.
+    assert [each for each in outcome.leaks if not each.startswith("directory")] == []
+    assert results_in(tmp_path) == {}
+
+
+def test_a_full_shm(tmp_path):
+    plan = failures(kill(), kill(), kill(), gap=2.0)
+    try:
+        train(
+            Training("conv", steps=200),
+            tmp_path,
+            ranks=3,
+            workers=1,
+            plan=plan,
+            shm_limit="1m",
+            timeout=120,
+        )
+    except InvalidState as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.skipif(not SOAK, reason="PHALANX_SOAK is not set")
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("shard", range(SOAK_SHARDS))
+def test_soak(tmp_path, shard):
+    """Failures over models and world sizes; a wrong run does not end the soak."""
+    began, cases, injected, lost, wrong = time.monotonic(), [], 0, 0, []
+    first = int(os.environ.get("PHALANX_SOAK_SEED", "1000")) + 1000 * shard
+    while injected < SOAK_FAILURES / SOAK_SHARDS:
+        case = RandomCase(first + len(cases), count=30)
+        cases.append(case)
+        try:
+            outcome = case.run(tmp_path / str(case.seed))
+        except AssertionError as error:
+            wrong.append(str(error))
+            (tmp_path / f"{case.seed}.error").write_text(str(error))
+            assert len(wrong) < 10, "too many failures"
+            continue
+        injected += len(outcome.injected)
+        lost += len(outcome.lost)
+    minutes = (time.monotonic() - began) / 60
+    models = {case.training.model for case in cases}
+    print(
+        f"soak: {injected} failures, {lost} workers lost in {len(cases)} runs of "
+        f"{len(models)} models on 2 to 4 ranks; {len(wrong)} runs wrong; {minutes:.0f} minutes"
+    )
+    assert not wrong, "\n\n".join(wrong)

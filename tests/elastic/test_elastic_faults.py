@@ -1,0 +1,131 @@
+"""Scripts that do more than train between steps, while ranks are lost and join: the same result."""
+
+import os
+import re
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+from phalanx.testing.faults import Fault, kill, run_elastic, stop
+
+PROLOGUE = """
+import time
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from phalanx.elastic import ElasticRun
+
+RANKS = 3
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+inputs = torch.randn(100, 8)
+
+
+def make(**options):
+    run = ElasticRun(model, optimizer, micro_batches=6, **options)
+    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    return run, run.loader(dataset, batch_size=4)
+
+
+def train(step):
+    for micro in step.micro_batches(loader):
+        micro.backward(nn.functional.mse_loss(model(micro.inputs), micro.targets))
+
+
+def wait_for_replacements(run, is_alone):
+    if not is_alone and run.world_size < RANKS:
+        time.sleep(0.2)
+"""
+TIMEOUT = 90.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def outcome_of(tmp_path, body, *faults, ranks=3):
+    """Return what a single process prints, and the outcome of an elastic run of the script."""
+    script = tmp_path / "train.py"
+    script.write_text(PROLOGUE + dedent(body))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    alone = subprocess.run(
+        [sys.executable, script],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    outcome = run_elastic(script, ranks=ranks, faults=faults, timeout=TIMEOUT)
+    assert outcome.exit_code == 0, outcome
+    assert not outcome.missed, outcome
+    return _results(alone.stdout), outcome
+
+
+def _results(output):
+    return set(re.findall(r"result: (.*)", output))
+
+
+@pytest.mark.parametrize("point", ["reduced", "recorded", "commit"])
+def test_gradients_of_a_torn_loop_are_not_added_to(tmp_path, point):
+    body = """
+    run, loader = make(rebalance=True)
+    for step in run.steps(12):
+        train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    print("result:", run.hash())
+    """
+    expected, outcome = outcome_of(tmp_path, body, Fault(f"elastic:{point}", kill(), rank=2, nth=5))
+    assert _results(outcome.output) == expected, outcome
+
+
+def test_a_worker_that_is_stopped_while_it_regroups_is_killed(tmp_path):
+    body = """
+    run, loader = make(timeout=timedelta(seconds=2))
+    for step in run.steps(8):
+        train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    print("result:", run.hash())
+    """
+    faults = [
+        Fault("elastic:forward", kill(), rank=2, nth=5),
+        Fault("form:requested", stop(), rank=1, nth=2),
+    ]
+    expected, outcome = outcome_of(tmp_path, body, *faults)
+    assert _results(outcome.output) == expected, outcome
+
+
+def test_a_replacement_joins_a_script_that_evaluates_accumulates_and_freezes(tmp_path):
+    body = """
+    import os
+
+    is_alone = "PHALANX_ELASTIC" not in os.environ
+    run, loader = make()
+    model[0].weight.requires_grad_(False)
+    measure = lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1])
+    results = [run.evaluate(measure, loader)]
+    for end in (20, 120):
+        for step in run.steps(end):
+            train(step)
+            if step.number % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step.number == 5:
+                model[0].weight.requires_grad_(True)
+            if step.number > 20:
+                wait_for_replacements(run, is_alone)
+        results.append(run.evaluate(measure, loader))
+    print("result:", run.hash(), results)
+    """
+    expected, outcome = outcome_of(
+        tmp_path, body, Fault("elastic:before_optimizer", kill(), rank=2, nth=8)
+    )
+    assert "2.1" not in outcome.lost, outcome
+    assert outcome.output.count("result:") == 3, outcome
+    assert _results(outcome.output) == expected, outcome

@@ -5,12 +5,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 INTEROP := .venv-interop
+PEERS   := benchmarks/peers/.venv
 
 # Some environments, such as those of containers, turn bytecode files off. The tests start a hundred interpreters that
 # would compile the package again, and every test process would rewrite the assertions of all test files.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow native-test soak interop lint format bench clean
+.PHONY: demo test test-slow native-test soak interop lint format bench peers clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n 2 examples/digits.py
@@ -30,9 +31,10 @@ native-test: $(READY)
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run address,undefined
 
 # What is rare is found by trying often: kills at random instants, files with random damage, random
-# training programs.
+# training programs, elastic runs that lose 1,200 ranks.
 soak: $(READY)
 	PHALANX_SOAK=1 $(BIN)/python -m pytest -n 2 --timeout 3600 tests/checkpoint/test_kills.py tests/checkpoint/test_async_deaths.py tests/checkpoint/test_hostile.py tests/ddp/test_fuzz.py $(ARGS)
+	PHALANX_SOAK=1 $(BIN)/python -m pytest -n 3 -rP tests/elastic/test_chaos.py -k soak $(ARGS)
 
 # Other people's programs, unmodified: torchrun and Gloo, `phalanx run`, and drop-in, side by side. Brings the
 # tables in docs/integrations.md up to date.
@@ -53,8 +55,11 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(or $(ARGS),--json benchmarks/results/latest.json --docs docs)
 
+# The environment of systems that benchmarks.recovery compares with.
+peers: $(PEERS)/.ready
+
 clean:
-	rm -rf $(VENV) $(INTEROP) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(INTEROP) $(PEERS) build dist .mypy_cache .pytest_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 	$(PYTHON) -m venv $(VENV)
@@ -67,4 +72,10 @@ $(INTEROP)/.ready: interop/requirements.txt pyproject.toml constraints.txt CMake
 	$(INTEROP)/bin/python -m pip install --quiet --constraint constraints.txt --requirement interop/requirements.txt \
 	  --editable . || { echo "make interop: cannot install what interop/requirements.txt pins, see the error of pip" \
 	  "above; no program was run" >&2; exit 1; }
+	touch $@
+
+# If the index lacks a package, benchmarks.recovery leaves out what needs it and says so.
+$(PEERS)/.ready: benchmarks/peers/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --requirement benchmarks/peers/requirements.txt
 	touch $@

@@ -27,5 +27,9 @@ that sets its competitors up on one rank, yields them, and tidies up when it is 
 What happens then is told in `measure` (how the clock is kept) and `stats` (what is made of it).
 Modules, from the bottom: `stats`, `entry`, `machine`, `wire` | `measure`, `results` |
 `runner`, `table` | `page`, `style` | `points`, `rows` | `picture` | `__main__`. For entries to use:
-`mpi` (whose ranks are `mpi_rank`), `limits`, `busy`.
+`mpi` (whose ranks are `mpi_rank`), `elastic_jobs` (`elastic_rank`), `limits`, `busy`.
+
+What is no call that can be repeated has a command of its own: `drift`, `memory` and `recovery`
+(``python -m benchmarks.recovery``, with `recovery_jobs`, `recovery_times`, `recovery_picture`, and
+the scripts in `peers`).
 """

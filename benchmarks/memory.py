@@ -8,23 +8,24 @@ it made a model is taken off.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import click
 import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from benchmarks.elastic_jobs import ElasticJob
 from benchmarks.entries.elastic import accumulation, elastic_step
 from benchmarks.entries.group_overhead import torch_group
+from benchmarks.memory_sampler import MemorySampler
 from benchmarks.models import MODELS, step_of
 from phalanx.ddp import DDP
 from phalanx.testing import RankContext, RankPool
 
 STEPS = 8
 MICRO_BATCHED = ("accumulation", "elastic")  # steps of several micro-batches, in shared memory
+LAUNCHED = "run --elastic"  # that, under `phalanx run --elastic`
 MIB = 1 << 20
 
 
@@ -43,8 +44,7 @@ def peak(ctx: RankContext, model: str, how: str, micro_batches: int) -> int:
     torch.set_num_threads(1)
     make, make_batch = MODELS[model]
     wrap = _wrap(ctx, "shm" if how in MICRO_BATCHED else how)
-    before = _share()
-    with _Sampler() as sampler:
+    with MemorySampler() as sampler:
         if how == "accumulation":
             count = -(-micro_batches // ctx.size)
             step = accumulation(wrap(make()), make_batch(), count, micro_batches)
@@ -54,33 +54,7 @@ def peak(ctx: RankContext, model: str, how: str, micro_batches: int) -> int:
             step = step_of(wrap(make()), make_batch())
         for _ in range(STEPS):
             step()
-    return sampler.most - before
-
-
-class _Sampler:
-    """Looks at the memory of this process, again and again, on a thread."""
-
-    def __init__(self) -> None:
-        self.most = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-
-    def __enter__(self) -> _Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._over.wait(0.002):
-            self.most = max(self.most, _share())
-
-
-def _share() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) << 10
+    return sampler.peak
 
 
 @click.command()
@@ -91,11 +65,25 @@ def main(model: str, ranks: int, micro_batches: int) -> None:
     """Print the peak of every way of training."""
     gradients = sum(p.nbytes for p in MODELS[model][0]().parameters()) / MIB
     click.echo(f"a copy of all gradients: {gradients:.0f} MiB")
-    for how in ("alone", "torch", "gloo", "shm", *MICRO_BATCHED):
-        with RankPool(ranks) as pool:
-            peaks = pool.run(peak, ranks, args=(model, how, micro_batches), timeout=300)
+    means: dict[str, float] = {}
+    for how in ("alone", "torch", "gloo", "shm", *MICRO_BATCHED, LAUNCHED):
+        peaks = _peaks(model, how, ranks, micro_batches)
         told = ", ".join(f"{most / MIB:.0f}" for most in peaks)
-        click.echo(f"{how:12} {sum(peaks) / len(peaks) / MIB:6.0f} MiB per rank ({told})")
+        means[how] = sum(peaks) / len(peaks) / MIB
+        click.echo(f"{how:14} {means[how]:6.0f} MiB per rank ({told})")
+    for how, peer in (("elastic", "accumulation"), (LAUNCHED, "shm"), (LAUNCHED, "elastic")):
+        copies = (means[how] - means[peer]) / gradients
+        click.echo(f"{how}: {copies:+.1f} copies of all gradients against {peer}")
+
+
+def _peaks(model: str, how: str, ranks: int, micro_batches: int) -> list[int]:
+    """Measure one way of training, in processes of its own."""
+    if how == LAUNCHED:
+        with ElasticJob(ranks, ["--elastic"], model, micro_batches, samples_memory=True) as job:
+            return job.peaks(STEPS)
+    with RankPool(ranks) as pool:
+        found: list[int] = pool.run(peak, ranks, args=(model, how, micro_batches), timeout=300)
+    return found
 
 
 if __name__ == "__main__":

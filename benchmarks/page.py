@@ -7,19 +7,25 @@ import re
 from .results import Results
 from .table import entry_text, machine_line
 
-__all__ = ["refresh"]
+__all__ = ["refresh", "replace_figures"]
 
 END = "<!-- end of figures -->"
 
 
 def refresh(page: str, results: Results) -> str:
     """Replace the figures of the entries that were measured; a new one goes to the end."""
+    where = machine_line(results.machine)
     for entry in results.entries:
-        begin = f"<!-- figures: {entry.name} -->"
-        where = machine_line(results.machine)
-        block = f"{begin}\n{where}\n\n{entry_text(entry, markdown=True)}\n\n{END}"
-        place = re.compile(f"{re.escape(begin)}.*?{re.escape(END)}", re.DOTALL)
-        if not place.search(page):
-            page = f"{page.rstrip()}\n\n## {entry.title}\n\n{begin}\n{END}\n"
-        page = place.sub(block.replace("\\", r"\\"), page)
+        text = f"{where}\n\n{entry_text(entry, markdown=True)}"
+        page = replace_figures(page, entry.name, entry.title, text)
     return page
+
+
+def replace_figures(page: str, name: str, title: str, text: str) -> str:
+    """Replace what stands between two marks; without marks, it goes to the end under a title."""
+    begin = f"<!-- figures: {name} -->"
+    place = re.compile(f"{re.escape(begin)}.*?{re.escape(END)}", re.DOTALL)
+    if not place.search(page):
+        page = f"{page.rstrip()}\n\n## {title}\n\n{begin}\n{END}\n"
+    block = f"{begin}\n{text}\n\n{END}"
+    return place.sub(block.replace("\\", r"\\"), page)

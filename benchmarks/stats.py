@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-__all__ = ["FEWEST", "Compare", "Spread", "compare_pairs", "quartiles", "sure_median"]
+__all__ = ["FEWEST", "Compare", "Spread", "compare_pairs", "percentile", "quartiles", "sure_median"]
 
 FEWEST = 6
 """How many values it takes for 95% confidence in a median."""
@@ -56,6 +56,12 @@ def quartiles(samples: Sequence[float]) -> Spread:
     at_least_two = samples if len(samples) > 1 else [*samples, *samples]
     low, middle, high = quantiles(at_least_two, method="inclusive")
     return Spread(middle, low, high, min(samples), max(samples), len(samples))
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Return the least sample that so many percent of the samples do not exceed."""
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def compare_pairs(how: Compare, own: Sequence[float], peer: Sequence[float]) -> Spread:

@@ -9,7 +9,7 @@ from .machine import Machine
 from .results import CaseResult, EntryResult, Results, Verdict
 from .stats import Compare, Spread
 
-__all__ = ["BUSY", "entry_text", "machine_line", "render", "seconds", "size", "volume"]
+__all__ = ["BUSY", "entry_text", "machine_line", "render", "seconds", "size", "table", "volume"]
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 BUSY = 0.2
@@ -35,11 +35,11 @@ def render(results: Results, *, markdown: bool = False) -> str:
 
 def entry_text(entry: EntryResult, *, markdown: bool = False) -> str:
     """Write down what one entry has found: the times, the aims, what to know about them."""
-    table = _markdown if markdown else _columns
     times = [row for result in entry.cases for row in _rows(entry, result)]
-    parts = [table(_header(entry), times)]
+    parts = [table(_header(entry), times, markdown=markdown)]
     if aims := [row for result in entry.cases for row in _aim_rows(entry, result)]:
-        parts.append(table([*_labels(entry), "aim", "found (95%)", "verdict"], aims))
+        header = [*_labels(entry), "aim", "found (95%)", "verdict"]
+        parts.append(table(header, aims, markdown=markdown))
     return "\n\n".join([*parts, _notes(entry)])
 
 
@@ -170,6 +170,11 @@ def _against(how: Compare, spread: Spread | None) -> str:
     if how is Compare.ADDED:
         return f"{seconds(spread.median, signed=True)} ({_between(spread, signed=True)})"
     return f"{_digits(spread.median)} ({_digits(spread.low)} to {_digits(spread.high)})"
+
+
+def table(header: Row, rows: Sequence[Row], *, markdown: bool = False) -> str:
+    """Write rows under a header."""
+    return _markdown(header, rows) if markdown else _columns(header, rows)
 
 
 def _columns(header: Row, rows: Sequence[Row]) -> str:

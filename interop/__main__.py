@@ -24,9 +24,20 @@ _NOTHING_RAN = "no program was run; make the environment again (make clean, make
 @click.option(
     "--speed", "speed_rounds", default=0, metavar="N", help="Also compare speeds, in N rounds."
 )
+@click.option(
+    "--only-speed",
+    is_flag=True,
+    help="Run no programs: compare speeds, with --speed, and that is all.",
+)
 @click.option("--verbose", is_flag=True, help="Print the output of what failed.")
 def main(
-    *, names: tuple[str, ...], rounds: int, docs: Path | None, speed_rounds: int, verbose: bool
+    *,
+    names: tuple[str, ...],
+    rounds: int,
+    docs: Path | None,
+    speed_rounds: int,
+    only_speed: bool,
+    verbose: bool,
 ) -> None:
     """Run the programs in every mode; with NAMES, those whose name contains one of them.
 
@@ -39,6 +50,16 @@ def main(
 
     if names and docs is not None:
         raise click.UsageError("--docs needs all programs: the tables are written as a whole")
+    if only_speed:
+        if not speed_rounds:
+            raise click.UsageError("--only-speed needs --speed N")
+        conditions = table.Conditions()
+        figures = speed.table(speed.measure(speed_rounds, _tell))
+        text = f"{conditions.describe()}\n\n{figures}"
+        click.echo(text)
+        if docs is not None:
+            docs.write_text(table.refresh(docs.read_text(), "speed", text))
+        return
     conditions = table.Conditions()
     chosen = [
         [each for each in programs if not names or any(name in describe(each) for name in names)]

@@ -32,7 +32,7 @@ CHUNK = 0.06
 """Seconds of steps at a time."""
 AIM = 1.02
 """What drop-in may cost, as a multiple of the edited script."""
-LAUNCHES = 3
+LAUNCHES = 6
 _PATIENCE = 120.0
 
 

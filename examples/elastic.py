@@ -9,9 +9,21 @@ checkpoint, on as many ranks as there are now, and still ends with that hash:
 
     phalanx run -n 2 examples/elastic.py --directory run --stop-after 70
     phalanx run -n 3 examples/elastic.py --directory run
+
+With --chaos, it trains for about a minute on three ranks of which one is killed every few seconds,
+and compares the hash with that of a run that nobody disturbed:
+
+    python examples/elastic.py --chaos
 """
 
 import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
 
 import torch
@@ -27,7 +39,9 @@ MICRO_BATCHES = 8
 TEST_IMAGES = 360
 
 
-def main(steps: int, directory: str | None, workers: int, stop_after: int | None) -> None:
+def main(
+    steps: int, directory: str | None, workers: int, stop_after: int | None, pace: float = 0.0
+) -> None:
     """Train, test, and print the hash of the result."""
     torch.manual_seed(0)  # the initial weights
     digits = load_digits()
@@ -54,6 +68,7 @@ def main(steps: int, directory: str | None, workers: int, stop_after: int | None
     for step in run.steps(stop_after or steps):
         for micro in step.micro_batches(loader):
             micro.backward(cross_entropy(model(micro.inputs), micro.targets))
+            time.sleep(pace)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -69,8 +84,8 @@ def main(steps: int, directory: str | None, workers: int, stop_after: int | None
     digest = run.hash()
     if run.is_leader:
         print(f"test accuracy: {accuracy:.1%} of {TEST_IMAGES} images")
-        print(f"hash after {run.completed_steps} steps, world size {run.group.size()}: {digest}")
-    run.group.shutdown()
+        print(f"hash after {run.completed_steps} steps, world size {run.world_size}: {digest}")
+    run.close()
 
 
 def make_network() -> nn.Module:
@@ -96,11 +111,40 @@ def count_correct(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return (model(images).argmax(1) == labels).double().mean()
 
 
+def survive(steps: int, seconds_between_kills: float) -> None:
+    """Train on three ranks, kill one every few seconds, and check the hash at the end."""
+    phalanx = [sys.executable, "-m", "phalanx"]
+    script = [__file__, f"--steps={steps}"]
+    print("first, nobody disturbs the training:", flush=True)
+    plain = subprocess.run([sys.executable, *script], check=True, text=True, stdout=subprocess.PIPE)
+    expected = plain.stdout.split()[-1]
+    print(f"hash {expected}\n\nnow on three ranks, with kill -9:", flush=True)
+    run = subprocess.Popen([*phalanx, "run", "--elastic", "-n3", *script, "--pace=0.08"])
+    kills = 0
+    while run.poll() is None:
+        time.sleep(random.expovariate(1 / seconds_between_kills))
+        shown = subprocess.check_output([*phalanx, "ps", "--json"])
+        mine = [each for each in json.loads(shown) if each.get("pid") == run.pid]
+        members = [each for each in mine[0]["workers"] if each["state"] == "member"] if mine else []
+        # Of the last one nobody could take over; and who has finished is not replaced.
+        if len(members) > 1 and (mine[0]["step"] or 0) < steps - 15:
+            victim = random.choice(members)
+            print(f"kill -9 {victim['pid']} (rank {victim['rank']})", flush=True)
+            os.kill(victim["pid"], signal.SIGKILL)
+            kills += 1
+    print(f"\n{kills} kills; the hash of the undisturbed training is {expected}")
+    sys.exit(run.returncode)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--directory", help="Save checkpoints here, and continue from them.")
     parser.add_argument("--workers", type=int, default=0, help="Processes that load data.")
     parser.add_argument("--stop-after", type=int, help="Stop after this step.")
+    parser.add_argument("--pace", type=float, default=0.0, help="Seconds to wait per micro-batch.")
+    parser.add_argument("--chaos", action="store_true", help="Survive kills for about a minute.")
     options = parser.parse_args()
-    main(options.steps, options.directory, options.workers, options.stop_after)
+    if options.chaos:
+        survive(options.steps, seconds_between_kills=4.0)
+    main(options.steps, options.directory, options.workers, options.stop_after, options.pace)

@@ -1,6 +1,7 @@
 """Assignment of parameters to buckets, and when buckets are rebuilt."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -150,3 +151,21 @@ def test_rebuild_frees_the_first_buckets_at_once():
     finally:
         gc.enable()
         group.shutdown()
+
+
+def rebuild_in_the_memory_of_the_first_buckets(ctx):
+    group = ctx.group("shm")
+    ddp = DDP(nn.Sequential(nn.Linear(128, 512), nn.Linear(512, 128)), process_group=group)
+    rows = torch.ones(2, 128)
+    ddp(rows).sum().backward()
+    ddp.zero_grad()
+    group._engine._slab._free.clear()  # there is no memory but that of the first buckets
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # DDP would warn that gradients are in ordinary memory
+        ddp(rows).sum().backward()
+    assert all(group._is_shared(bucket.buffer) for bucket in ddp.reducer.buckets)
+
+
+def test_rebuild_needs_no_more_memory_than_the_first_buckets(ranks):
+    """Otherwise the second step would be the peak of a training."""
+    ranks.run(rebuild_in_the_memory_of_the_first_buckets, 2)

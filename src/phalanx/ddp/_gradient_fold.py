@@ -77,6 +77,11 @@ class GradientFold:
             # The last one has the header. In other inputs it stays zero.
             self._header_input = shared[0, numel : bucket.payload.numel()]
 
+    def release(self) -> None:
+        """Let go of the buckets, which are about to be replaced, and of the sums in them."""
+        self._layout, self._stacks = None, []
+        self._header_input = torch.empty(0)
+
     @property
     def is_last(self) -> bool:
         """Whether the micro-batch in progress is the last of this rank, so that a sum follows."""

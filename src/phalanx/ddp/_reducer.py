@@ -134,6 +134,8 @@ class Reducer:
         """Whether ranks may be without data. Reduced gradients must not be reduced again then."""
         self._previous = PreviousGrads()
         self._in_flight: ReducedPass | LocalPass | FoldedPass | None = None
+        self._fold: GradientFold | None = None  # the last one that uses the buckets
+        self._current_layout: BucketLayout | None = None
         self._order: list[int] | None = None
         """The order of gradients in the first pass, until the buckets are rearranged by it."""
         self.expects_backward = False
@@ -174,10 +176,21 @@ class Reducer:
 
     def _arrange(self, order: list[int]) -> None:
         self._arranged_by = order
-        self._layout = BucketLayout(self._trainable, order, self.comm, self._options)
-        self.buckets = self._layout.buckets
+        # Release the old buckets before there are new ones: both at once were the peak of a run.
+        self._current_layout, self.buckets = None, []
+        if self._fold is not None:
+            self._fold.release()
+        self._current_layout = BucketLayout(self._trainable, order, self.comm, self._options)
+        self.buckets = self._current_layout.buckets
         dtypes = {bucket.payload.dtype for bucket in self.buckets}
         self._may_overflow = not dtypes.isdisjoint(OVERFLOW_PRONE_DTYPES)
+
+    @property
+    def _layout(self) -> BucketLayout:
+        if self._current_layout is None:  # making the buckets has raised
+            self._arrange(self._arranged_by)
+        assert self._current_layout is not None
+        return self._current_layout
 
     def prepare(self) -> None:
         """Prepare for a forward pass: follow a new order, unfrozen parameters, another dtype."""
@@ -355,6 +368,7 @@ class Reducer:
                 operation="micro_batches",
                 ranks=left,
             )
+        self._fold = fold
         self.prepare()
         fold.begin(self._layout)
 

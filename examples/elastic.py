@@ -23,6 +23,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 
@@ -119,21 +120,34 @@ def survive(steps: int, seconds_between_kills: float) -> None:
     plain = subprocess.run([sys.executable, *script], check=True, text=True, stdout=subprocess.PIPE)
     expected = plain.stdout.split()[-1]
     print(f"hash {expected}\n\nnow on three ranks, with kill -9:", flush=True)
-    run = subprocess.Popen([*phalanx, "run", "--elastic", "-n3", *script, "--pace=0.08"])
-    kills = 0
-    while run.poll() is None:
-        time.sleep(random.expovariate(1 / seconds_between_kills))
-        shown = subprocess.check_output([*phalanx, "ps", "--json"])
-        mine = [each for each in json.loads(shown) if each.get("pid") == run.pid]
-        members = [each for each in mine[0]["workers"] if each["state"] == "member"] if mine else []
-        # Of the last one nobody could take over; and who has finished is not replaced.
-        if len(members) > 1 and (mine[0]["step"] or 0) < steps - 15:
-            victim = random.choice(members)
-            print(f"kill -9 {victim['pid']} (rank {victim['rank']})", flush=True)
-            os.kill(victim["pid"], signal.SIGKILL)
-            kills += 1
-    print(f"\n{kills} kills; the hash of the undisturbed training is {expected}")
-    sys.exit(run.returncode)
+    command = [*phalanx, "run", "--elastic", "-n3", *script, "--pace=0.08"]
+    kills: list[int] = []
+
+    def kill_members() -> None:
+        while run.poll() is None:
+            time.sleep(random.expovariate(1 / seconds_between_kills))
+            shown = subprocess.check_output([*phalanx, "ps", "--json"])
+            mine = next((each for each in json.loads(shown) if each.get("pid") == run.pid), None)
+            members = (
+                [each for each in mine["workers"] if each["state"] == "member"] if mine else []
+            )
+            # If the last one is lost, the run starts over; one that has finished is not replaced.
+            if mine and len(members) > 1 and (mine["step"] or 0) < steps - 15:
+                victim = random.choice(members)
+                print(f"kill -9 {victim['pid']} (rank {victim['rank']})", flush=True)
+                os.kill(victim["pid"], signal.SIGKILL)
+                kills.append(victim["pid"])
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        threading.Thread(target=kill_members, daemon=True).start()
+        assert run.stdout is not None
+        for line in run.stdout:
+            print(line, end="", flush=True)
+    if run.returncode:
+        sys.exit(run.returncode)
+    found = line.split()[-1]
+    print(f"\n{len(kills)} kills; undisturbed {expected}, with kills {found}")
+    sys.exit("the hashes differ" if found != expected else 0)
 
 
 if __name__ == "__main__":

@@ -129,3 +129,51 @@ def test_a_replacement_joins_a_script_that_evaluates_accumulates_and_freezes(tmp
     assert "2.1" not in outcome.lost, outcome
     assert outcome.output.count("result:") == 3, outcome
     assert _results(outcome.output) == expected, outcome
+
+
+def test_all_ranks_raise_the_exception_of_one(tmp_path):
+    script = tmp_path / "train.py"
+    body = """
+    run, loader = make()
+    for step in run.steps(100):
+        if step.number == 4 and run.world_size == 3 and not run.is_leader:
+            try:
+                train(step)
+            except Exception as error:
+                print("raised:", type(error).__name__, error)
+                raise
+        elif step.number == 4:
+            raise ValueError("no such sample")
+        else:
+            train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    script.write_text(PROLOGUE + dedent(body))
+    outcome = run_elastic(script, ranks=3, timeout=TIMEOUT)
+    assert outcome.exit_code == 1
+    assert "failed first: exit code 1" in outcome.output
+    raised = re.findall(r"raised: (.*)", outcome.output)
+    assert len(raised) == 2, outcome
+    assert all("ValueError: no such sample" in each for each in raised), outcome
+
+
+def test_one_rank_is_the_leader_before_the_first_step_of_every_attempt(tmp_path):
+    body = """
+    import os
+    run, loader = make()
+    if run.is_leader:
+        print("leader:", os.getpid())
+    for step in run.steps(60):
+        train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.05)
+    """
+    script = tmp_path / "train.py"
+    script.write_text(PROLOGUE + dedent(body))
+    faults = [Fault("elastic:forward", kill(), rank=rank, nth=9) for rank in range(2)]
+    outcome = run_elastic(script, ranks=2, faults=faults, timeout=TIMEOUT)
+    assert outcome.exit_code == 0, outcome
+    attempts = 1 + outcome.output.count("restarting all from the newest checkpoint")
+    assert outcome.output.count("leader:") == attempts, outcome

@@ -418,10 +418,12 @@ def test_backward_outside_of_steps_is_the_users_own():
 def test_a_minimum_that_no_step_can_have_is_refused(monkeypatch):
     ours, channel = socket.socketpair()
     fd = channel.detach()
-    env = ElasticEnv(worker="0.0", store="127.0.0.1:1", ranks=2, min_ranks=2, channel=fd)
+    env = ElasticEnv(
+        worker="0.0", store="127.0.0.1:1", ranks=2, min_ranks=2, is_initial=True, channel=fd
+    )
     monkeypatch.setenv("PHALANX_ELASTIC", env.to_variables()["PHALANX_ELASTIC"])
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InvalidArgument, match="needs at least 2 ranks, and at most 1 of them"):
+    with pytest.raises(InvalidArgument, match=r"at least the minimum number of ranks \(2\), got 1"):
         ElasticRun(model, optimizer, micro_batches=1, seed=0)
     ours.close()

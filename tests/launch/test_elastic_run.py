@@ -43,6 +43,7 @@ WORKER = """
 
     atexit.register(report, "ended")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    report("created")
     print("this is", name)
     SETUP
     report("member", step=7, ranks=1)
@@ -149,6 +150,7 @@ def test_workers_are_described_in_their_environment(start):
             store=elastic.store,
             ranks=elastic.ranks,
             min_ranks=2,
+            is_initial=rank < 3,
             channel=elastic.channel,
         )
         assert elastic.ranks == (4 if rank == 3 else 3)
@@ -172,6 +174,24 @@ def test_an_exception_fails_the_run(start):
     assert "phalanx: rank 1 failed first: exit code 1\n    Traceback" in err
     assert "    ValueError: no such sample" in err
     assert "lost" not in err
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('no such module')", "sys.exit(1)"])
+def test_an_exception_before_there_is_an_elastic_run_fails_the_run(script, launcher, end):
+    """It would happen again in every replacement."""
+    path = script(f"import sys\n{end}")
+    process = launcher("run", "--elastic", "-n", 2, "--linger", 0, path)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "failed first: exit code 1" in err
+    assert "replacement" not in err
+
+
+def test_a_script_without_an_elastic_run_is_reported(script, launcher):
+    process = launcher("run", "--elastic", "-n", 2, script("print('done')"))
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert err.count("no rank created an ElasticRun: every rank ran the script for itself") == 1
 
 
 def test_an_exit_is_judged_after_all_messages(script, monkeypatch, tmp_path):
@@ -254,7 +274,10 @@ def test_all_ranks_lost_start_over_with_a_new_store(start):
     assert run.status["restarts"] == 1, "not one for each rank"
     code, out, err = run.end(*names)
     assert code == 0
-    assert "phalanx: all ranks lost; restarting from the last checkpoint\n" in err
+    assert (
+        "phalanx: all ranks lost; restarting all from the newest checkpoint, or from step 0\n"
+        in err
+    )
     attempts = {line for line in unlabelled(out, 0) if "127.0.0.1" in line}
     counts, stores = zip(*map(str.split, attempts), strict=True)
     assert {*counts} == {"0", "1"}
@@ -280,7 +303,7 @@ def test_too_few_members_for_too_long_start_over(start):
     code, _, err = run.end("0.1", "1.2")
     assert code == 0
     assert "fewer than 2 members for" in err
-    assert "; restarting from the last checkpoint" in err
+    assert "; restarting all from the newest checkpoint, or from step 0" in err
 
 
 def test_the_death_of_the_store_fails_the_run(start):
@@ -439,14 +462,14 @@ def test_ps_and_scale(start, cli):
 
     for arguments, words in [
         ((identity, 0), "the number of ranks must be at least 1, got 0"),
-        (("other", 2), f"no run 'other'. Runs: {identity}"),
+        (("other", 2), f"no elastic run 'other'. Running: {identity}"),
     ]:
         refused = cli("scale", *arguments, env=run.environ)
         assert refused.returncode == 2
         assert words in refused.stderr
     code, _, err = run.end("0.0", "1.0")
     assert code == 0
-    assert "rank 3 was asked to leave: killed by SIGKILL" in err
+    assert "rank 3 left: killed by SIGKILL" in err
     assert "lost" not in err
     assert [*(run.directory / "runtime/phalanx").iterdir()] == []
 
@@ -511,9 +534,12 @@ def test_api(script, monkeypatch, tmp_path):
     ("options", "words"),
     [
         (["-n", "2:4"], "-n MIN:N is for elastic runs"),
-        (["-n", "4:2", "--elastic"], "min_ranks must be from 1 to the number of ranks (2), got 4"),
-        (["-n", "0:2", "--elastic"], "must be 'auto' or a positive integer, got '0:2'"),
-        (["-n", ":2", "--elastic"], "must be 'auto' or a positive integer, got ':2'"),
+        (["-n", "4:2", "--elastic"], "MIN must not be greater than N, got '4:2'"),
+        (
+            ["-n", "0:2", "--elastic"],
+            "must be N, MIN:N or 'auto', with positive integers, got '0:2'",
+        ),
+        (["-n", ":2", "--elastic"], "must be N, MIN:N or 'auto', with positive integers, got ':2'"),
         (["-n", "2", "--elastic", "--nnodes", "2"], "elastic runs are on one machine"),
         (["-n", "2", "--elastic", "--drop-in"], "cannot be used with --drop-in"),
     ],
@@ -556,7 +582,7 @@ def test_runs_are_found_by_an_unambiguous_prefix(tmp_path):
         assert find_run(one.info.id, environ) == one
         with pytest.raises(InvalidArgument, match="several runs match 'train'"):
             find_run("train", environ)
-    with pytest.raises(InvalidArgument, match="no run 'train'. None is running"):
+    with pytest.raises(InvalidArgument, match="no elastic run 'train'. None is running"):
         find_run("train", environ)
 
 
@@ -602,7 +628,7 @@ def test_a_request_that_was_refused_is_not_carried_out_later(tmp_path, monkeypat
     requests = []
     path = tmp_path / "control.sock"
     with contextlib.closing(ControlServer(path, requests.append)):
-        assert "try again" in send_request(path, command="scale", ranks=3)["error"]
+        assert "Try again" in send_request(path, command="scale", ranks=3)["error"]
     assert not requests[0].reply.set_running_or_notify_cancel()
 
 

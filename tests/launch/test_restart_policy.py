@@ -172,7 +172,10 @@ def test_a_run_without_members_starts_over_with_its_current_size():
         run.exit(rank)
         run.pass_time(0)  # replacements have started, and know nothing
     assert run.attempt.end == "killed"
-    assert run.attempt.messages[-1] == "all ranks lost; restarting from the last checkpoint"
+    assert (
+        run.attempt.messages[-1]
+        == "all ranks lost; restarting all from the newest checkpoint, or from step 0"
+    )
     assert run.policy.wants_restart(Outcome(exits=[]))
     assert run.policy.restarts == 1, "unused replacements do not count"
     run.begin()
@@ -253,7 +256,7 @@ def test_too_few_members_for_too_long_start_over():
     run.pass_time(1)
     assert run.attempt.end == "killed"
     assert run.attempt.messages[-1] == (
-        "fewer than 3 members for 60 s; restarting from the last checkpoint"
+        "fewer than 3 members for 60 s; restarting all from the newest checkpoint, or from step 0"
     )
     assert run.policy.next_due() is None
 
@@ -585,3 +588,14 @@ def test_scaling_does_not_forget_that_the_leader_was_lost():
     run.scale(1)
     run.exit(1, 0, ended=True)
     assert run.attempt.end == "killed", "it starts over"
+
+
+def test_ranks_without_a_micro_batch_are_reported_once():
+    run = Run(4, members=False)
+    for rank in range(4):
+        run.ready(rank, max_members=2)
+    (message,) = run.attempt.messages[1:]
+    assert message == "micro_batches=2, so at most 2 ranks train; 2 hot spares will wait"
+    run.scale(2)
+    run.scale(1)
+    assert sum("hot spare" in each for each in run.attempt.messages) == 1

@@ -112,9 +112,9 @@ def test_only_rank_0_reads_stdin(phalanx, script, tmp_path):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["-n", "0", "here.py"], "must be 'auto' or a positive integer, got '0'"),
-        (["-n", "x", "here.py"], "must be 'auto' or a positive integer, got 'x'"),
-        (["-n", "-1", "here.py"], "must be 'auto' or a positive integer, got '-1'"),
+        (["-n", "0", "here.py"], "must be N, MIN:N or 'auto', with positive integers, got '0'"),
+        (["-n", "x", "here.py"], "must be N, MIN:N or 'auto', with positive integers, got 'x'"),
+        (["-n", "-1", "here.py"], "must be N, MIN:N or 'auto', with positive integers, got '-1'"),
         (["here.py"], "Missing option '-n'"),
         (["-n", "2"], "Missing argument 'SCRIPT'"),
         (["-n", "2", "missing.py"], "script 'missing.py' not found"),

@@ -72,7 +72,9 @@ def test_a_fault_fires_in_its_worker_of_a_script(tmp_path):
 
 
 def test_a_worker_is_known_by_its_launcher():
-    elastic = ElasticEnv(worker="2.1", store="127.0.0.1:1", ranks=3, min_ranks=1, channel=3)
+    elastic = ElasticEnv(
+        worker="2.1", store="127.0.0.1:1", ranks=3, min_ranks=1, is_initial=False, channel=3
+    )
     ranks = {"RANK": "3", "WORLD_SIZE": "4"}
     assert current_worker({**ranks, **elastic.to_variables()}) == (2, 1)
     assert current_worker({**ranks, "TORCHELASTIC_RESTART_COUNT": "5"}) == (3, 5)

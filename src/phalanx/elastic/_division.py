@@ -1,4 +1,6 @@
-"""How micro-batches are divided among ranks: by measured speed, and what is run again.
+"""Rebalancing micro-batches by measured speed, and which rank runs missing ones again.
+
+The equal division is that of `phalanx.ddp._summation_tree.SummationPlan`.
 
 Every rank reports its time per micro-batch in every step; all ranks compute the same division from
 the same numbers. The bits do not depend on the division.

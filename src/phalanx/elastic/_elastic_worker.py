@@ -45,7 +45,7 @@ _log = logging.getLogger("phalanx.elastic")
 PROGRESS_INTERVAL = 0.5
 """Seconds between two reports of progress."""
 SEND_TIMEOUT = 0.5
-"""Seconds that a worker waits for a supervisor that does not read. Reports of progress do not."""
+"""Seconds that a worker waits for a supervisor that does not read. Progress reports do not wait."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MembershipChange:
     ranks: tuple[int, ...]
     """As the launcher counts them: a replacement has the rank of the one it replaces."""
     step: int
-    """How many steps the run had made."""
+    """How many steps the run had completed."""
     world_size: int
     """How many ranks it has now."""
 
@@ -71,8 +71,9 @@ class SupervisorChannel:
         self._reported = 0.0
         self.is_leader = False
         """Whether this worker is the leader of the run. If the leader is lost after the last step,
-        what it was to do then is not done."""
+        its remaining work, such as writing the model, is lost."""
         atexit.register(self.tell, "ended")
+        self.tell("created")
 
     def tell(self, event: str, **facts: Any) -> None:
         """Send an event; a supervisor that is gone or stopped misses it."""
@@ -109,9 +110,9 @@ class ElasticWorker:
         self._channel = SupervisorChannel(env.channel)
         if env.min_ranks > max_members:
             raise InvalidArgument(
-                f"the run needs at least {env.min_ranks} ranks, and at most {max_members} of them "
-                f"would have a micro-batch. Pass micro_batches={env.min_ranks} or more, or lower "
-                "the minimum in `phalanx run -n MIN:MAX`"
+                f"micro_batches must be at least the minimum number of ranks ({env.min_ranks}), "
+                f"got {max_members}. Use micro_batches={env.min_ranks}, or lower MIN in "
+                "`phalanx run -n MIN:N`"
             )
         self._max_members = max_members
         self._generations = Generations(
@@ -123,8 +124,8 @@ class ElasticWorker:
             max_members=max_members,
         )
         self._generations.claim_worker()
-        self.is_initial_worker = env.worker == "0.0"
-        """Whether this is the first worker that the launcher started."""
+        self.is_initial_leader = env.is_initial and self._generations.member.global_rank == 0
+        """Whether this worker logs for all before there are members."""
         self.is_member = False
         """Whether this worker takes part in steps, with the state of the run."""
         self._must_plan = False
@@ -139,7 +140,7 @@ class ElasticWorker:
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
         atexit.register(self._on_exit)
-        # The garbage collector of a forked child, such as a worker of a data loader, is not to
+        # The garbage collector of a forked child, such as a worker of a data loader, must not
         # destroy groups of this process: their engines have threads that the child lacks.
         os.register_at_fork(after_in_child=gc.freeze)
         if (
@@ -164,9 +165,11 @@ class ElasticWorker:
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # The others would make the same mistake: they are not to recover from it.
+        # The others would make the same mistake: they raise this cause, and do not recover.
         if os.getpid() == self._pid:
-            self._generations.mark_failed(f"{kind.__name__}: {error}")
+            why = f"{kind.__name__}: {error}"
+            self._generations.mark_failed(why)
+            self._generations.abort(f"{why} (uncaught)")
         self._previous_hook(kind, error, trace)
 
     def _on_exit(self) -> None:
@@ -174,7 +177,7 @@ class ElasticWorker:
             self._generations.mark_over()
 
     def finish(self, run: ElasticRun) -> None:
-        """Note that this worker has made all steps."""
+        """Note that this worker has completed all steps."""
         self._generations.note_committed(run._run_state.section)
         self._is_finished = True
 
@@ -210,7 +213,7 @@ class ElasticWorker:
                     self._channel.tell("left")
                     _log.info("this worker was told to leave before it joined")
                     raise SystemExit(PREEMPTED_EXIT_CODE) from None
-                _log.info("the run has made all its steps: this worker is not needed")
+                _log.info("the run is complete; this worker exits without joining")
                 raise SystemExit(0) from None
             self._begin(run, plan)
 
@@ -315,10 +318,9 @@ class ElasticWorker:
             raise SystemExit(0)
         if departure.must_save:
             saved = run._save_on_departure()
-            text = PREEMPTED_MESSAGE + (
-                f" after saving step {run.completed_steps}" if saved else ""
-            )
-            print(text, file=sys.stderr, flush=True)
+            step = run.completed_steps
+            how = f"saving step {step}" if saved else f"step {step}; not saved: no run.restore()"
+            print(f"{PREEMPTED_MESSAGE} after {how}", file=sys.stderr, flush=True)
         raise SystemExit(PREEMPTED_EXIT_CODE)
 
     def _announce(
@@ -335,7 +337,7 @@ class ElasticWorker:
             level = logging.WARNING if kind == "lost" else logging.INFO
             _log.log(
                 level,
-                "%s %s after step %d; %d in the run",
+                "%s %s after step %d; world size %d",
                 format_ranks(ranks),
                 kind,
                 change.step,

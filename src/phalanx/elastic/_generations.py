@@ -5,9 +5,9 @@ process group; their order is that of their requests to join, and the first is t
 things end a generation:
 
 - A member is lost. Whoever finds out calls `regroup`: the survivors form a group of their own, in
-  the middle of a step. No agreement on the survivors is needed. A group has the name of its members
-  and of the section of the run it is needed for, so survivors that know of different deaths
-  rendezvous under different names until they agree.
+  the middle of a step. No agreement on the survivors is needed. A group's name contains its members
+  and its section, so survivors that know of different deaths rendezvous under different names until
+  they agree.
 - A worker wants to join or leave. The members learn of it in a step, and all act on it after that
   step, in `change_members`: they read one *plan* in the store, form the group that it says, report,
   and read one *decision*. Of each, the first one written is in effect, so all read the same.
@@ -16,7 +16,7 @@ things end a generation:
 A *section* is what the members do together: the loop over the micro-batches of a step, or an
 evaluation. It ends with a barrier. A rank that has passed it knows that all others can end the
 section by themselves, so a section that any rank has committed is committed. Ranks of one regroup
-are in the same section; one that is a section behind finds out from ``committed/<number>`` and
+are in the same section; one that is a section behind finds out from ``committed/<n>`` and
 first catches up.
 
 The store is the launcher's. Between changes only one thread per worker uses it, polling the
@@ -31,16 +31,18 @@ marks a key whose first value stays (compare-and-set):
 ``invitation/<n>``                 the id of a plan, from its author to worker n
 ``plan/<id>``                      a plan, from all that know it; read by those it invites
 ``formed/<id>/<n>``                "" or an error, from worker n; read for the decision
-``decision/<id>`` *                the plan's first living member; read by all in the plan
+``decision/<id>`` *                "commit" or "abandon", from the plan's first living member;
+                                   read by all in the plan
 ``change/<section>/<members>`` *   the plan, from the first living member; read by all members
 ``planning/<section>/<n>``         member n waits for that plan; one that does not may be fenced
 ``regrouping/<section>/<n>``       survivor n regroups; one that does not may be fenced
-``committed/<n>``                  the last section that member n has committed; read by survivors
+``committed/<n>``                  the last section that member n has committed, written when it
+                                   regroups, plans a change or finishes; read by survivors
 ``generation``                     the current members, from all of them; read by joining workers
 ``bootstrap/<generation>/<try>`` * a plan for workers without members, from the first of them
 ``.../<try>/counted`` *            who counts an abandoned try in the counter ``.../abandoned``
 ``failed`` *                       a mistake, from the rank that made it; read before a recovery
-``over``                           a worker that has made all steps; read by workers that wait
+``over``                           all steps are completed; read by workers that wait
 ``run_of/<worker>`` *              the only `ElasticRun` of a worker; read by that worker
 =================================  ==============================================================
 """
@@ -87,7 +89,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticTiming:
-    """Time constants of an elastic run, in seconds."""
+    """Time constants of an elastic run, in seconds, and limits."""
 
     watch_interval: float = 0.05
     """Between two looks for workers that want to join or leave."""
@@ -256,8 +258,13 @@ class Generations:
         with suppress(PhalanxError):
             self._ask(lambda store: store.write_once("failed", to_json(why)))
 
+    def abort(self, why: str) -> None:
+        """Make the other members raise `why`."""
+        if self.group is not None:
+            self.group.abort(why)
+
     def mark_over(self) -> None:
-        """Note that all steps are made; workers that come now are not needed."""
+        """Note that all steps are completed; workers that come now are not needed."""
         with suppress(PhalanxError):
             self._set("over")
 
@@ -266,7 +273,7 @@ class Generations:
         token = uuid.uuid4().hex
         if self._write_once(f"run_of/{self._worker}", token, str) != token:
             raise InvalidState(
-                "this process has an ElasticRun already, and an elastic run has one. Put all "
+                "a process may create only one ElasticRun under `phalanx run --elastic`. Put all "
                 "trained modules in one, such as a ModuleDict, and use several loops in a step"
             )
 
@@ -399,7 +406,10 @@ class Generations:
         try:
             timeout = min(self._timing.join_timeout, self._timeout)
             group = self._form(
-                plan.members, plan.id, timeout, lambda: self._check_alive(plan.members)
+                plan.members,
+                f"elastic {plan.id[:12]}",
+                timeout,
+                lambda: self._check_alive(plan.members),
             )
         except PhalanxError as error:
             report = first_line(error) or "unknown"
@@ -543,7 +553,7 @@ class Generations:
             if any(self._committed(each) >= section for each in survivors):
                 raise _Committed
 
-        name = f"section {section} of {self._name_of(survivors)}"
+        name = f"elastic section {section} of {self._name_of(survivors)}"
         return self._form(survivors, name, deadline - time.monotonic(), check)
 
     def note_committed(self, section: int) -> None:

@@ -6,8 +6,8 @@ but those numbers (`phalanx.ddp._summation_tree`). So a run has the same bits at
 and may be stopped and continued at another.
 
 Under `phalanx run --elastic` the ranks are *workers* that may be lost, replaced, added and removed
-while the run goes on. A rank is then only whoever runs some micro-batches: those of a lost rank are
-run by the others, with the same bits. The constructor, `loader` and `restore` do not wait for other
+while the run goes on. Workers are interchangeable: the others run the micro-batches of a lost rank,
+with the same bits. The constructor, `loader` and `restore` do not wait for other
 workers there. The first step does: a worker joins the others and gets their state.
 
 The parts: `_micro_batches` has the loop, `_loader` the data, `_randomness` the generators,
@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 
 from .. import _faultpoints as faultpoints
+from .._formatting import format_count
 from ..checkpoint import CheckpointManager
 from ..checkpoint._replication import state_digest
 from ..checkpoint._types import check_integer
@@ -111,8 +112,8 @@ class ElasticRun:
         rebalance: whether the ranks' shares of the micro-batches follow their measured speed, so
             that a slow rank runs fewer. The bits stay the same; it costs memory for a few more
             copies of the gradients.
-        on_change: called in an elastic run, on every member, after ranks were lost, have joined or
-            have left, with a `MembershipChange`.
+        on_change: called in an elastic run, after ranks were lost, have joined or have left, with a
+            `MembershipChange`, on every member that was one before.
 
     Raises:
         RankMismatch: if the arguments or the module differ between ranks; on every rank.
@@ -285,16 +286,16 @@ class ElasticRun:
         different numbers of them."""
         if self._has_dynamic_membership:
             raise InvalidState(
-                "the ranks of an elastic run come and go, so run.group is not available: a "
-                "collective of yours would wait for a rank that has died. Use run.evaluate(), "
-                "step.loss, run.is_leader and run.world_size"
+                "run.group is not available under `phalanx run --elastic`: collectives of your own "
+                "would wait for ranks that have died. Use run.evaluate(), step.loss, run.is_leader "
+                "and run.world_size"
             )
         assert self._comm._ours is not None
         return self._comm._ours
 
     @property
     def _has_dynamic_membership(self) -> bool:
-        """Whether `phalanx run --elastic` started this process, so that members come and go."""
+        """Whether `phalanx run --elastic` started this process, so that its membership changes."""
         return self._worker is not None
 
     @property
@@ -310,15 +311,16 @@ class ElasticRun:
     def is_leader(self) -> bool:
         """Whether this is rank 0; to print or log once.
 
-        If that rank is lost, another becomes the leader.
+        If that rank is lost, another becomes the leader. Before the first step of an elastic run it
+        is the process that the launcher started as rank 0, and no replacement.
         """
         if self._worker is not None and not self._worker.is_member:
-            return self._worker.is_initial_worker
+            return self._worker.is_initial_leader
         return self._comm.rank == 0
 
     @property
     def completed_steps(self) -> int:
-        """How many steps the run has made."""
+        """The number of completed steps."""
         return self._position.steps
 
     @property
@@ -494,7 +496,7 @@ class ElasticRun:
                     return evaluation.result()
                 comm, to_run = self._comm, []
 
-    # -- members that come and go ------------------------------------------------------------
+    # -- membership changes ------------------------------------------------------------------
 
     def _begin_section(self) -> None:
         self._run_state.section += 1
@@ -720,7 +722,7 @@ class ElasticRun:
             raise InvalidArgument(
                 f"micro_batches must be at least the world size ({ranks}), got "
                 f"{self.micro_batches}. Use micro_batches={ranks} or start at most "
-                f"{self.micro_batches} ranks"
+                f"{format_count(self.micro_batches, 'rank')}"
             )
 
     def close(self) -> None:
@@ -749,8 +751,8 @@ class ElasticRun:
 def _refuse_elastic_group(env: ElasticEnv | None) -> None:
     if env is not None:
         raise InvalidState(
-            "phalanx run --elastic: ElasticRun forms the groups itself, since ranks come and go. "
-            "Leave out group="
+            "group= is not allowed under `phalanx run --elastic`: ElasticRun forms a group after "
+            "every membership change. Leave out group="
         )
 
 

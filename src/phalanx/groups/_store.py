@@ -350,9 +350,9 @@ def open_and_reserve_store(
 def _refuse_in_elastic_run() -> None:
     if read_elastic_env() is not None:
         raise InvalidState(
-            "this is an elastic run: its ranks come and go, and one that starts later would wait "
-            "for the others in new_group(). Let ElasticRun form the groups (leave out group=), or "
-            "start the script without --elastic"
+            "new_group() is not available under `phalanx run --elastic`: a replacement would wait "
+            "in it for ranks that have passed it. Let ElasticRun form the groups (leave out "
+            "group=), or start the script without --elastic"
         )
 
 

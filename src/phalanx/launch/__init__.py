@@ -47,7 +47,7 @@ def run(
         ranks: how many ranks; ``"auto"`` for one per usable core.
         module: whether `script` is a module, as in ``python -m``.
         max_restarts: how often to restart all ranks after a failure; by default not at all. With
-            `elastic`, how many lost ranks to replace; by default all.
+            `elastic`, the limit on replacements and full restarts together; by default none.
         elastic: replace ranks that die while the others go on. The script trains with
             `phalanx.elastic.ElasticRun`.
         min_ranks: an elastic run pauses with fewer ranks; by default 1.

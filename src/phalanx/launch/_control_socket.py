@@ -84,7 +84,10 @@ class ControlServer:
             # The supervisor does not act on it later, unless it does just now.
             if not request.reply.cancel():
                 return request.reply.result(REQUEST_TIMEOUT)
-            return {"error": "the run is starting or ending; try again"}
+            return {
+                "error": f"the supervisor did not answer within {REQUEST_TIMEOUT:g} s: the run is "
+                "starting or ending. Try again"
+            }
 
 
 def send_request(path: Path, **fields: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class RankExit:
 
     @property
     def preempted(self) -> bool:
-        """Whether it saved a checkpoint on request and exited."""
+        """Whether it stopped on request, after saving if it has a directory for that."""
         return self.code == PREEMPTED_EXIT_CODE
 
     @property
@@ -86,11 +86,11 @@ class Outcome:
     attempts: int = 1
     """How often the ranks were started."""
     restarts: int = 0
-    """How many restarts were used: of single ranks in an elastic run, otherwise of all."""
+    """How many restarts were used: in an elastic run replacements too, otherwise of all ranks."""
 
     @property
     def preempted(self) -> bool:
-        """Whether all ranks saved a checkpoint on request and exited."""
+        """Whether all ranks stopped on request, after saving if they have a directory for that."""
         codes = {each.code for each in self.exits}
         return PREEMPTED_EXIT_CODE in codes and codes <= {0, PREEMPTED_EXIT_CODE}
 

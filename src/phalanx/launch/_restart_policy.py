@@ -7,11 +7,12 @@ it replaces single ranks while the others go on. Policies start no threads and r
 In an elastic run a *worker* is one process. It has a rank, in which later workers replace it, and
 becomes a member of the group when it has the state of the others. What its exit means:
 
-- killed by a signal, or ended without reaching its exit handlers (``os._exit``): it is lost, and
+- killed by a signal, or ended without running its exit handlers (``os._exit``): it is lost, and
   replaced;
-- 0, after it was asked to leave or has told that it left: it is gone;
+- it has sent that it left, or was asked to leave and exits as asked: it is gone;
 - 0 otherwise: it has finished;
-- any other exit code, such as that of an exception: the job fails.
+- any other exit code, such as that of an exception: the job fails. So does any exit code of a
+  process that has no `ElasticRun` yet, whose exit handlers are not known to have run.
 
 The losses of a rank are forgotten when a worker in it becomes a member. The first cause of a
 failure is the earliest loss that is not forgotten.
@@ -45,7 +46,7 @@ signal the ranks before the launcher."""
 FUTILE_RESTARTS = 10
 """Restarts of all ranks in a row, none of which got any further, that end the job."""
 MAX_RANKS = 1024
-"""What a run can be scaled to: more is a typing error."""
+"""What a run can be scaled to: a larger number is probably a typo."""
 
 
 class AttemptControl(Protocol):
@@ -218,6 +219,8 @@ class ReplaceLost(RestartPolicy):
         self._furthest_step = -1
         self._futile_restarts = 0
         self._wants_restart = False
+        self._has_elastic_run = False  # in any of its workers
+        self._shown_limit: int | None = None  # of members, if there are more ranks
         self._reset()
 
     def _reset(self) -> None:
@@ -262,12 +265,14 @@ class ReplaceLost(RestartPolicy):
 
     def on_message(self, rank: int, message: WorkerMessage, now: float) -> None:
         worker = self._workers[rank]
+        self._has_elastic_run = True
         if message.leader:
             worker.is_leader, self._is_leader_lost = True, False
         match message.event:
             case "ready" if worker.max_members is None:
                 worker.max_members = message.max_members
                 self._longest_start = max(self._longest_start, now - worker.started_at)
+                self._show_spares(worker.max_members)
                 self._check_start()
             case "member" if not worker.is_member:
                 worker.is_member = True
@@ -284,6 +289,15 @@ class ReplaceLost(RestartPolicy):
             case "left":
                 worker.has_left, worker.is_member = True, False
                 worker.state, worker.due = WorkerState.LEAVING, now + self._grace
+
+    def _show_spares(self, max_members: int | None) -> None:
+        """Tell the user, once, if some ranks have nothing to do."""
+        if max_members is None or max_members >= self.ranks or max_members == self._shown_limit:
+            return
+        self._shown_limit = max_members
+        spares = format_count(self.ranks - max_members, "hot spare")
+        limit = f"micro_batches={max_members}, so at most {format_count(max_members, 'rank')} train"
+        self._attempt.show(f"{limit}; {spares} will wait")
 
     def _on_leaving(self, worker: _SupervisedWorker, now: float) -> None:
         """Replace a worker that others than the launcher told to leave, if it is needed."""
@@ -322,7 +336,8 @@ class ReplaceLost(RestartPolicy):
             if not is_lost and not is_expected:
                 return False  # an exception
             if result.code:
-                self._attempt.show(f"{result.name} was asked to leave: {_how(result.code)}")
+                when = "" if worker.is_member or worker.has_left else " before it had joined"
+                self._attempt.show(f"{result.name} left{when}: {_how(result.code)}")
             if self._is_formed and not self._has_member() and not self._finished:
                 self._start_over("all ranks lost")
             elif worker.is_leader and not self._has_member() and self._finished:
@@ -363,6 +378,11 @@ class ReplaceLost(RestartPolicy):
         elif not self._is_formed:
             self._ended_early = exit_
             self._check_start()
+        if not self._workers and not self._has_elastic_run:
+            self._attempt.show(
+                "no rank created an ElasticRun: every rank ran the script for itself. Train with "
+                "phalanx.elastic.ElasticRun, or leave out --elastic"
+            )
 
     def _check_start(self) -> None:
         """Fail if workers wait for the first step and too many have ended without a failure."""
@@ -427,7 +447,7 @@ class ReplaceLost(RestartPolicy):
             self._without_quorum_since = now
 
     def _start_over(self, reason: str) -> None:
-        # Replacements that have not come to anything are not restarts of their own.
+        # Do not count replacements that never became members.
         for worker in [*self._workers.values()]:
             if worker.state is WorkerState.WAITING:
                 self._cancel(worker)
@@ -444,7 +464,7 @@ class ReplaceLost(RestartPolicy):
             self._fail(reason)
             return
         self.restarts += 1
-        self._attempt.show(f"{reason}; restarting from the last checkpoint")
+        self._attempt.show(f"{reason}; restarting all from the newest checkpoint, or from step 0")
         self._wants_restart = True
         self._attempt.kill()
 
@@ -582,7 +602,7 @@ class ReplaceLost(RestartPolicy):
         self._attempt.send(worker.rank, signal.SIGTERM)
 
     def _cancel(self, worker: _SupervisedWorker) -> None:
-        """Do not start a worker that waits for it."""
+        """Cancel the start of a worker that waits."""
         self.restarts -= worker.is_replacement
         del self._workers[worker.rank]
 

@@ -117,7 +117,7 @@ def find_run(prefix: str, environ: Mapping[str, str] = os.environ) -> RunDirecto
         if matching:
             raise InvalidArgument(f"several runs match {prefix!r}: {ids}")
         raise InvalidArgument(
-            f"no run {prefix!r}. " + (f"Runs: {ids}" if ids else "None is running")
+            f"no elastic run {prefix!r}. " + (f"Running: {ids}" if ids else "None is running")
         )
     return (exact or matching)[0]
 

@@ -265,7 +265,10 @@ def _orphan_guard_process(*, grace: float) -> Iterator[IO[bytes]]:
 
 
 class _Attempt:
-    """One attempt: all ranks are started together, watched, and stopped together."""
+    """One attempt: all ranks are started together, watched, and stopped together.
+
+    In an elastic run the policy may also lose and start ranks meanwhile.
+    """
 
     def __init__(
         self,
@@ -281,6 +284,7 @@ class _Attempt:
     ) -> None:
         self._job = job
         self._number = number
+        self._is_starting = True
         self._policy = policy
         self._channels = channels
         self._events = events
@@ -332,6 +336,7 @@ class _Attempt:
         try:
             self._start_store()
             self._policy.begin(self, time.monotonic())
+            self._is_starting = False
         except OSError as error:
             started = f"{len(self._children[1:])} of {self._policy.ranks} started"
             raise RanksFailed(f"could not start all ranks ({started}): {error}") from error
@@ -356,6 +361,7 @@ class _Attempt:
                 store=f"127.0.0.1:{self._port}",
                 ranks=self._policy.ranks,
                 min_ranks=job.min_ranks,
+                is_initial=self._is_starting,
                 channel=channel.worker_fd,
             )
             fds.append(channel.worker_fd)
@@ -506,7 +512,8 @@ class _Attempt:
         )
         exit_, is_orderly = RecordedExit(result, child.reports), True
         if child.channel is not None:
-            is_orderly = child.channel.has_ended
+            # Before it has an ElasticRun, an exit code is that of an exception.
+            is_orderly = child.channel.has_ended or child.channel.is_silent
             child.channel.shut_down()
         now = time.monotonic()
         is_survived = rank is not None and self._policy.on_exit(exit_, now, is_orderly=is_orderly)

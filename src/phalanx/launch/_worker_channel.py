@@ -1,8 +1,8 @@
 """The channel from a worker of an elastic run to its supervisor: a socket with lines of JSON.
 
-The other end is in `elastic._elastic_worker`. A worker never waits for the supervisor, so one
-thread reads all channels. Before the supervisor judges an exit it calls `receive` itself: what the
-process wrote before it died is in the socket.
+The other end is in `elastic._elastic_worker`. One thread reads all channels, so that no worker has
+to wait for the supervisor. Before the supervisor classifies an exit it calls `receive` itself: what
+the process wrote before it died is in the socket.
 
 The thread alone unregisters and closes sockets. Others call `shut_down`, which looks like an end of
 file to the thread.
@@ -28,8 +28,9 @@ class WorkerMessage:
     """One line from a worker."""
 
     event: str
-    """``ready``: it has asked to join; ``member``; ``progress``; ``leaving``: it was told to, and
-    does so after its step; ``left``; ``ended``: its interpreter ends. Others are ignored."""
+    """``created``: it has an `ElasticRun`; ``ready``: it has asked to join; ``member``;
+    ``progress``; ``leaving``: it was told to, and does so after its step; ``left``; ``ended``: its
+    interpreter ends. Others are ignored."""
     step: int | None = None
     max_members: int | None = None
     """With ``ready``: how many workers can be members at most."""
@@ -42,7 +43,9 @@ class WorkerChannel:
 
     def __init__(self) -> None:
         self.has_ended = False
-        """Whether the worker has told that its interpreter ends."""
+        """Whether the worker has sent that its interpreter ends."""
+        self.is_silent = True
+        """Whether the worker has sent nothing: it has not created an `ElasticRun`."""
         self._socket, self._worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         self._lock = threading.Lock()
@@ -99,6 +102,7 @@ class WorkerChannel:
             self._rest = rest if len(rest) <= _MAX_LINE_BYTES else b""
             found = [message for line in lines if (message := _parse(line)) is not None]
             self._messages += found
+            self.is_silent &= not found
             self.has_ended |= any(message.event == "ended" for message in found)
 
 

@@ -75,8 +75,12 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> _RanksOp
     minimum, separator, number = value.rpartition(":")
     words = ([minimum] if separator else []) + ([number] if number != "auto" else [])
     if not all(word.isdecimal() and int(word) >= 1 for word in words):
-        raise click.BadParameter(f"must be 'auto' or a positive integer, got {value!r}")
+        raise click.BadParameter(
+            f"must be N, MIN:N or 'auto', with positive integers, got {value!r}"
+        )
     ranks: RankCount = "auto" if number == "auto" else int(number)
+    if separator and ranks != "auto" and int(minimum) > ranks:
+        raise click.BadParameter(f"MIN must not be greater than N, got {value!r}")
     return _RanksOption(ranks, int(minimum) if separator else None)
 
 
@@ -93,8 +97,8 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> _RanksOp
     required=True,
     callback=_ranks,
     metavar="[MIN:]N",
-    help="Number of ranks; 'auto' for one per usable core. With --elastic, MIN is the least "
-    "number that trains (default: 1).",
+    help="Number of ranks; 'auto' for one per usable core. With --elastic, the run pauses while "
+    "fewer than MIN ranks are members (default: 1).",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option(
@@ -111,8 +115,8 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> _RanksOp
     "--max-restarts",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Restart all ranks up to N times after a failure (default: 0). With --elastic, replace "
-    "up to N lost ranks (default: all).",
+    help="Restart all ranks up to N times after a failure (default: 0). With --elastic, the limit "
+    "on replacements and full restarts together (default: none).",
 )
 @click.option(
     "--prefix/--no-prefix", default=True, help="Print the rank before each line (the default)."
@@ -286,8 +290,9 @@ def _describe_run(status: Mapping[str, Any]) -> tuple[str, ...]:
 def scale(*, run: str, ranks: int) -> None:
     """Change the number of ranks of an elastic RUN.
 
-    RUN is an id that `phalanx ps` lists, or the beginning of one. New ranks join the run, and the
-    highest ranks leave it after their current step.
+    RUN is an id that `phalanx ps` lists, or the beginning of one. New ranks join after a step. When
+    the run shrinks, ranks that have not joined leave first, then the highest ranks, each after its
+    current step.
     """
     from ._control_socket import send_request
     from ._run_directory import find_run

@@ -178,7 +178,7 @@ class Fault:
     point: str
     action: Action
     rank: int | None = None
-    """The affected rank, in an elastic run the slot of the worker; all ranks by default."""
+    """The affected rank, as the launcher numbers ranks; all ranks by default."""
     nth: int = 1
     """Counted per process from the start of the run."""
     optional: bool = False

@@ -174,7 +174,7 @@ def _shm_prefix(limit: str | None) -> list[str]:
         problem = done.stderr.strip()
         if done.returncode == 0:
             return prefix
-    raise InvalidState(f"shm_limit needs root, to mount a small /dev/shm for the run: {problem}")
+    raise InvalidState(f"shm_limit needs permission to mount a tmpfs on /dev/shm: {problem}")
 
 
 def _worker_name(fault: Fault) -> str:
@@ -193,7 +193,7 @@ class _ReportedWorker:
     state: str
 
     @property
-    def slot(self) -> int:
+    def rank(self) -> int:
         return int(self.name.partition(".")[0])
 
     @property
@@ -234,7 +234,7 @@ class _Injector:
     """Injects the failures of a plan into the processes of a run.
 
     A supervisor gives up on a rank that repeatedly fails before it is a member, and rightly so. So
-    after one that was killed while it started, the workers of its slot are spared until one is a
+    after one that was killed while it started, the workers of its rank are spared until one is a
     member.
     """
 
@@ -253,7 +253,7 @@ class _Injector:
         self._launcher = launcher
         self._ranks = ranks
         self._survivors = survivors
-        self._spared: set[int] = set()  # slots
+        self._spared: set[int] = set()  # ranks
         self._began: float | None = None  # when the first worker became a member
         self._doomed: set[str] = set()  # workers that had a fatal failure
         self._stopped: list[tuple[float, int]] = []  # when to continue which pid
@@ -264,7 +264,7 @@ class _Injector:
         for when, pid in [each for each in self._stopped if each[0] <= now]:
             self._stopped.remove((when, pid))
             self._processes.send(pid, signal.SIGCONT)
-        members = {each.slot for each in status.workers if each.state == "member"}
+        members = {each.rank for each in status.workers if each.state == "member"}
         self._spared -= members
         if self._began is None and members:
             self._began = now
@@ -287,16 +287,17 @@ class _Injector:
             return self._stop(store, "store", action)
         candidates = self._candidates(status, action)
         if failure.rank is not None:
-            candidates = [each for each in candidates if each.slot == failure.rank]
+            candidates = [each for each in candidates if each.rank == failure.rank]
         if not candidates:
             return False
         worker = candidates[int(failure.share * len(candidates))]
         assert worker.pid is not None
         if action.name == "stop":
             return self._stop(worker.pid, worker.name, action)
+        assert action.name in ("kill", "segfault"), f"{action} cannot be injected from outside"
         number = signal.SIGSEGV if action.name == "segfault" else int(action.argument or 0)
         if worker.state != "member":
-            self._spared.add(worker.slot)
+            self._spared.add(worker.rank)
         return self._send(worker.pid, number, worker.name, action)
 
     def _candidates(self, status: _Status, action: Action) -> list[_ReportedWorker]:
@@ -311,7 +312,7 @@ class _Injector:
     def _may_fail(self, worker: _ReportedWorker) -> bool:
         if worker.pid is None or worker.name in self._doomed:
             return False
-        return worker.state == "member" or worker.slot not in self._spared
+        return worker.state == "member" or worker.rank not in self._spared
 
     def _send(self, pid: int, number: int, worker: str, action: Action) -> bool:
         now = time.monotonic()  # before it takes effect
@@ -494,9 +495,9 @@ class _FaultyRun:
     def _lost(self, failures: Sequence[InjectedFailure]) -> frozenset[str]:
         names = self._workers | {each.worker for each in failures if each.worker not in _SERVERS}
         newest: dict[str, int] = {}
-        for slot, _, incarnation in (name.partition(".") for name in names):
-            newest[slot] = max(newest.get(slot, 0), int(incarnation))
-        replaced = {f"{slot}.{number}" for slot, last in newest.items() for number in range(last)}
+        for rank, _, incarnation in (name.partition(".") for name in names):
+            newest[rank] = max(newest.get(rank, 0), int(incarnation))
+        replaced = {f"{rank}.{number}" for rank, last in newest.items() for number in range(last)}
         fatal = {each.worker for each in failures if each.action.is_fatal}
         return frozenset(replaced | (fatal - _SERVERS))
 

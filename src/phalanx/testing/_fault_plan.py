@@ -36,7 +36,7 @@ class PlannedFailure:
     """Seconds after the first worker became a member of the run."""
     action: Action
     rank: int | None = None
-    """The slot of the worker; None to choose one by `share`."""
+    """The rank of the worker, as the launcher numbers ranks; None to choose one by `share`."""
     share: float = 0.0
     """Which of the living workers: from 0, the first, up to 1."""
 

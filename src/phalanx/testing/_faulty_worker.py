@@ -30,11 +30,11 @@ _MEMBER_POINT = "elastic:member"  # which a worker reaches when it has become a 
 
 
 def current_worker(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return the slot and the incarnation of this process."""
+    """Return the rank, as the launcher numbers ranks, and the incarnation of this process."""
     elastic = read_elastic_env(environ)
     if elastic is not None:
-        slot, _, incarnation = elastic.worker.partition(".")
-        return int(slot), int(incarnation)
+        rank, _, incarnation = elastic.worker.partition(".")
+        return int(rank), int(incarnation)
     launched = launched_rank(environ)
     return (0, 0) if launched is None else (launched.rank, launched.restart_count)
 
@@ -88,7 +88,7 @@ class FaultLog:
 
     def _members(self, events: Iterable[Mapping[str, Any]]) -> set[str]:
         """Return the workers that became members and have neither been killed nor replaced."""
-        newest: dict[str, str] = {}  # by slot
+        newest: dict[str, str] = {}  # by rank
         members: set[str] = set()
         for event in events:
             worker = event["worker"]
@@ -114,8 +114,8 @@ def main() -> None:
         raise InvalidArgument("usage: python -m phalanx.testing._faulty_worker SCRIPT [ARGS]...")
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     every = faults_from_json(os.environ.get(FAULTS_VARIABLE, "[]"))
-    slot, incarnation = current_worker()
-    faults = [fault for fault in every if fault.applies_to(slot, incarnation)]
+    rank, incarnation = current_worker()
+    faults = [fault for fault in every if fault.applies_to(rank, incarnation)]
     path = os.environ.get(FAULT_LOG_VARIABLE)
     if path is None and any(fault.needs_log for fault in faults):
         raise InvalidArgument(f"faults with once or survivors need a file in {FAULT_LOG_VARIABLE}")
@@ -123,7 +123,7 @@ def main() -> None:
         may_fire = None
         # Without faults nothing is armed: that would change the path of group calls.
         if path is not None and every:
-            log = FaultLog(path, f"{slot}.{incarnation}", every)
+            log = FaultLog(path, f"{rank}.{incarnation}", every)
             may_fire, note = log.may_fire, log.reach  # one object, by which it is disarmed
             _faultpoints.arm(note)
             stack.callback(_faultpoints.disarm, note)

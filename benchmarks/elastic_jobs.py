@@ -1,4 +1,4 @@
-"""Ranks under ``phalanx run`` as competitors: what a launcher makes of a run needs that launcher.
+"""Jobs under ``phalanx run`` as competitors.
 
 Rank 0 of the pool starts a job beside the pool, and tells its ranks by a socket how many steps to
 make; they answer how long those took. Between orders they are blocked in a read.
@@ -81,7 +81,7 @@ class ElasticJob:
         return [int(each["peak"]) for each in self._order(steps=steps)]
 
     def close(self) -> None:
-        """Hang up, which ends the ranks, and wait for them."""
+        """Close the connections, which ends the ranks, and wait for them."""
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.close()
@@ -122,7 +122,7 @@ class ElasticJob:
             except TimeoutError:
                 if self._process.poll() is None and time.monotonic() < deadline:
                     continue
-                raise RuntimeError(f"the job did not start: {self._last_words()}") from None
+                raise RuntimeError(f"the job did not start: {self._last_output_line()}") from None
             connection.settimeout(TURN_TIMEOUT)
             with connection:  # the stream keeps it open
                 return connection.makefile("rw")
@@ -136,13 +136,13 @@ class ElasticJob:
     def _hear(self, stream: TextIO) -> Any:
         line = stream.readline()
         if not line:
-            raise RuntimeError(f"a rank of the job has ended: {self._last_words()}")
+            raise RuntimeError(f"a rank of the job has ended: {self._last_output_line()}")
         return json.loads(line)
 
-    def _last_words(self) -> str:
+    def _last_output_line(self) -> str:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "no output"
 
 
 def _environment() -> dict[str, str]:

@@ -16,7 +16,7 @@ from benchmarks.models import MODELS
 
 
 def main(model: str, micro_batches: int, what: str, path: str) -> None:
-    """Obey the orders that come from the socket at `path` until it is closed."""
+    """Run the steps that are requested through the socket at `path` until it is closed."""
     make, make_batch = MODELS[model]
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -78,7 +78,7 @@ class MpiRanks:
         return max(float(self._hear(stream)["seconds"]) for stream in self._streams)
 
     def close(self) -> None:
-        """Hang up, which ends the ranks, and wait for them."""
+        """Close the connections, which ends the ranks, and wait for them."""
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.close()
@@ -123,7 +123,7 @@ class MpiRanks:
             except TimeoutError:
                 if self._process.poll() is None and time.monotonic() < deadline:
                     continue
-                raise Unavailable(f"it did not start: {self._last_words()}") from None
+                raise Unavailable(f"it did not start: {self._last_output_line()}") from None
             connection.settimeout(TURN_TIMEOUT)
             with connection:  # the stream keeps it open
                 return connection.makefile("rw")
@@ -131,13 +131,13 @@ class MpiRanks:
     def _hear(self, stream: TextIO) -> Any:
         line = stream.readline()
         if not line:
-            raise RuntimeError(f"an MPI rank has ended: {self._last_words()}")
+            raise RuntimeError(f"an MPI rank has ended: {self._last_output_line()}")
         return json.loads(line)
 
-    def _last_words(self) -> str:
+    def _last_output_line(self) -> str:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "no output"
 
 
 def _mpiexec() -> str:

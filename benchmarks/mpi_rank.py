@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 
 def main(path: str) -> None:
-    """Obey the orders that come from the socket at `path` until it is closed."""
+    """Run the steps that are requested through the socket at `path` until it is closed."""
     comm = MPI.COMM_WORLD
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)

@@ -1,8 +1,8 @@
 """Recovery from a killed worker, side by side: ``python -m benchmarks.recovery``.
 
-A job of each system trains the same model on the same batches; one of its workers, any, is killed
-with SIGKILL at any instant, several times. Workers log what they commit, with the wall clock
-(`peers.commit_log`); `recovery_times` says what is made of it. Systems take turns, in an order
+A job of each system trains the same model on the same batches; a random worker is killed with
+SIGKILL at a random time, several times. Workers log what they commit, with the wall clock
+(`peers.commit_log`); `recovery_times` derives the figures from it. Systems take turns, in an order
 drawn anew for every round. A job that hangs or ends is a failure and counts as such.
 
 ``phalanx, elastic`` is ``phalanx run --elastic``. ``phalanx, restart`` (``--max-restarts``) and
@@ -12,8 +12,8 @@ without the lost worker; the time is how long its lighthouse waits for a heartbe
 A step has the same samples everywhere, but not the same work: `ElasticRun` makes a pass for each of
 8 micro-batches, the others one pass per rank. So their steps without faults are not comparable.
 
-What elastic runs cost while nothing fails is told by ``python -m benchmarks elastic_overhead`` and
-``python -m benchmarks.memory``.
+The overhead of elastic runs while nothing fails is measured by ``python -m benchmarks
+elastic_overhead`` and ``python -m benchmarks.memory``.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def _notes(results: RecoveryResults) -> str:
 @click.option("--rounds", default=10, type=click.IntRange(min=1), help="How many.")
 @click.option("--kills", default=10, type=click.IntRange(min=1), help="In every run of a round.")
 @click.option("--ranks", default=[2], multiple=True, type=click.IntRange(2, MICRO_BATCHES))
-@click.option("--system", "systems", multiple=True, help="Only systems whose name has this.")
+@click.option("--system", "systems", multiple=True, help="Only systems whose name contains this.")
 @click.option("--model", "models", multiple=True, type=click.Choice(list(WIDTHS)))
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the logs of runs that fail.")
 @click.option("--markdown", is_flag=True, help="Write Markdown, to paste into a page.")

@@ -61,7 +61,7 @@ class System:
 
 
 def find_systems(*parts: str) -> list[System]:
-    """Return the systems whose name has one of these parts, by default all.
+    """Return the systems whose name contains one of these parts, by default all.
 
     Those that cannot be measured here say why.
     """
@@ -272,7 +272,7 @@ def start_job(
 ) -> Iterator[Job]:
     """Start a job in a directory of its own; stop it and remove the directory afterwards.
 
-    The directory of a job that failed is moved to `keep`, if that is given.
+    The directory of a job that failed is copied to `keep`, if that is given.
     """
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         directory = Path(name)

@@ -1,4 +1,4 @@
-"""What it costs that ranks may be lost, while none is: ``phalanx run --elastic`` or without.
+"""The overhead of ``phalanx run --elastic`` when no rank is lost.
 
 Both competitors are jobs of `ElasticRun` with the same steps, under launchers of their own; they
 take turns, and wait for orders meanwhile. ``elastic`` ends every step with a barrier and has a

@@ -86,7 +86,7 @@ class WorkerLog:
 
     slot: int
     attempt: int
-    """How often all workers had been restarted: what they committed since is undone."""
+    """How often all workers were restarted. Steps after the restored checkpoint are undone."""
     pid: int
     started: int
     imported: int | None = None

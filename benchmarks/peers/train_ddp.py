@@ -20,7 +20,7 @@ from workload import Samples, make_model, make_optimizer  # noqa: E402
 
 
 def main() -> None:
-    """Train until told to stop."""
+    """Train for `--steps` steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -32,7 +32,7 @@ from workload import Samples, make_model, make_optimizer  # noqa: E402
 
 
 def main() -> None:
-    """Train until told to stop."""
+    """Train for `--steps` steps."""
     torch.set_num_threads(1)
     share = BATCH // REPLICAS
     model = make_model(OPTIONS.model)

@@ -8,7 +8,7 @@ run has the same bits on both.
 
 The sum is that of `phalanx.ddp` with another division of the tree: ranks exchange slices of their
 nodes, add up their own slice in tree order, and gather the results. Nodes are not changed, so a
-sum that fails is made again.
+sum that fails is repeated.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Plans of failures: drawn from a seed, read from a trace, written and read again."""
 
+import math
 import signal
 from collections import Counter
 
@@ -53,6 +54,37 @@ def test_texts_of_actions():
         Action("explode")
 
 
+@pytest.mark.parametrize(
+    ("make", "arguments", "allowed"),
+    [
+        (kill, [0, 0.5, -9, 999, math.nan], "a signal, from 1 to 64"),
+        (exit_abruptly, [1.5, -1, 256, math.inf], "an exit code from 0 to 255"),
+        (lambda seconds: stop(resume_after=seconds), [-1, math.nan, math.inf], "or no argument"),
+        (delay, [-3, math.nan, math.inf], "a finite number of seconds, at least 0"),
+        (hold_gil, [-3, math.nan, math.inf], "a finite number of seconds, at least 0"),
+        (store_unreachable, [-3, math.nan, math.inf], "a finite number of seconds, at least 0"),
+    ],
+    ids=["kill", "exit_abruptly", "stop", "delay", "hold_gil", "store_unreachable"],
+)
+def test_arguments_of_actions_are_checked(request, make, arguments, allowed):
+    name = request.node.callspec.id
+    for argument in arguments:
+        problem = f"{name} needs .*{allowed}, got {argument}"
+        with pytest.raises(InvalidArgument, match=problem):
+            make(argument)
+        with pytest.raises(InvalidArgument, match=f"{name} needs .*{allowed}"):
+            Action.parse(f"{name}:{argument}")
+
+
+def test_an_action_has_the_argument_that_it_needs():
+    for name in ("kill", "exit_abruptly", "delay", "store_unreachable"):
+        with pytest.raises(InvalidArgument, match=f"{name} needs .*got None"):
+            Action(name)
+    with pytest.raises(InvalidArgument, match="segfault needs no argument, got 3"):
+        Action.parse("segfault:3")
+    assert str(Action.parse("kill:15.0")) == "kill:15"
+
+
 def test_only_some_actions_are_fatal():
     assert {each.name for each in EVERY if each.is_fatal} == {
         *("kill", "stop", "segfault", "exit_abruptly")
@@ -103,6 +135,18 @@ def test_a_saved_plan_is_read_back(tmp_path_factory, found):
     assert FaultPlan.from_trace(path) == FaultPlan(tuple(made))
 
 
+def test_a_share_that_is_an_integer_is_not_read_back_as_a_rank(tmp_path):
+    plan = FaultPlan((PlannedFailure(at=1, action=kill(), share=0),))
+    plan.save(tmp_path / "plan.csv")
+    assert FaultPlan.from_trace(tmp_path / "plan.csv") == plan
+
+
+@pytest.mark.parametrize("rank", [-1, 1.5])
+def test_a_failure_needs_a_rank_that_can_be_read_back(rank):
+    with pytest.raises(InvalidArgument, match=f"rank must be an integer >= 0 or None, got {rank}"):
+        PlannedFailure(at=1.0, action=kill(), rank=rank)
+
+
 def test_traces_that_people_write(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("time,rank\n\n# preemptions\n20\n3.5, 1 # of an evening\n4,,stop:0.5\n")
@@ -126,17 +170,45 @@ def test_traces_that_people_write(tmp_path):
         ("2,1,kill,3", "4 columns"),
         ("2,1.5", "share < 1"),
         ("-2", "at >= 0"),
+        ("nan", "finite at"),
+        ("inf,1", "finite at"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path, line, problem):
+@pytest.mark.parametrize("first", ["1.0", "seconds,rank,action", ""])
+def test_a_wrong_line_is_named(tmp_path, first, line, problem):
+    """Also before the first time: only the first line can be a header."""
     path = tmp_path / "trace.csv"
-    path.write_text(f"1.0\n{line}\n")
+    path.write_text(f"{first}\n{line}\n3.0\n")
     with pytest.raises(InvalidArgument, match=f"trace.csv:2: .*{problem}"):
         FaultPlan.from_trace(path)
 
 
+@pytest.mark.parametrize("time", ["4.2s", "1O.5", "-", "nan", "inf"])
+def test_a_wrong_time_is_no_header(tmp_path, time):
+    path = tmp_path / "trace.csv"
+    path.write_text(f"{time}\n7.5\n")
+    with pytest.raises(InvalidArgument, match=r"trace.csv:1: "):
+        FaultPlan.from_trace(path)
+
+
+@pytest.mark.parametrize("first", ["4.5", "seconds"])
+def test_a_byte_order_mark_is_ignored(tmp_path, first):
+    path = tmp_path / "trace.csv"
+    path.write_text(f"{first}\n7.5\n", encoding="utf-8-sig")
+    times = [each.at for each in FaultPlan.from_trace(path).failures]
+    assert times == ([4.5, 7.5] if first == "4.5" else [7.5])
+
+
 def test_arguments_of_a_random_plan_are_checked():
-    with pytest.raises(InvalidArgument, match="must be positive"):
-        FaultPlan.random(0, mean_time_between_failures=0, count=1)
+    for mean in (0, math.inf, math.nan):
+        with pytest.raises(InvalidArgument, match="must be positive and finite"):
+            FaultPlan.random(0, mean_time_between_failures=mean, count=1)
+    for weights, found in [
+        ({}, "no actions"),
+        ({kill(): 0.0}, "kill:9: 0.0"),
+        ({kill(): 2.0, stop(): -1.0}, "kill:9: 2.0, stop: -1.0"),
+    ]:
+        with pytest.raises(InvalidArgument, match=f"actions must have .* got {found}"):
+            FaultPlan.random(0, mean_time_between_failures=1, count=1, actions=weights)
     with pytest.raises(InvalidArgument, match="from outside"):
         FaultPlan.random(0, mean_time_between_failures=1, count=1, actions={delay(1): 1.0})

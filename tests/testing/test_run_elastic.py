@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -95,10 +96,38 @@ def test_failures_from_outside_and_at_points(run):
     assert outcome.injected[0].step is not None
     assert outcome.lost == {"0.0", "1.0", "1.1"}
     assert outcome.missed == (faults[2],)
+    assert outcome.skipped == ()
     assert outcome.points == {"step"}
     assert outcome.leaks == ()
     assert outcome.evidence == ""
     assert "missed: kill at 'nowhere' of worker *.0" in str(outcome)
+
+
+@pytest.mark.slow
+def test_failures_are_injected_in_a_long_tmpdir(run, tmp_path, monkeypatch):
+    """The path of the control socket is longer than the address of a socket can be."""
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # where it is remembered
+    body = "pathlib.Path(sys.argv[1], worker).touch()"
+    until = "pathlib.Path(sys.argv[1], '0.1').exists() or step == 2000"
+    failures = plan((0.1, kill()), (3600.0, kill()))
+    outcome = run(until, body, plan=failures, ranks=2)
+    assert outcome.exit_code == 0, str(outcome)
+    assert [each.worker for each in outcome.injected] == ["0.0"]
+    assert outcome.skipped == failures.failures[1:]
+    assert "skipped: kill:9 of rank 0, planned at 3600.00 s" in str(outcome)
+    assert outcome.missed == ()
+    assert outcome.leaks == ()
+
+
+def test_a_plan_needs_a_supervisor_that_answers(run):
+    """Else nothing would be injected, and a test could pass without any failure."""
+    with pytest.raises(InvalidState, match=r"never answered(.|\n)*exit code 2(.|\n)*--nonsense"):
+        run("True", plan=plan((0.1, kill())), options=["--nonsense"])
+    for nothing in (None, FaultPlan(())):
+        assert run("True", plan=nothing, options=["--nonsense"]).exit_code == 2
 
 
 @pytest.mark.slow

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InvalidArgument
 
@@ -69,6 +70,53 @@ _IN_PROCESS: dict[str, Callable[[Any], None]] = {
 }
 
 
+def _is_nothing(value: float | None) -> bool:
+    return value is None
+
+
+def _is_duration(value: float | None) -> bool:
+    return value is not None and 0 <= value < math.inf
+
+
+def _is_duration_or_nothing(value: float | None) -> bool:
+    return value is None or _is_duration(value)
+
+
+def _is_signal(value: float | None) -> bool:
+    return value in signal.valid_signals()
+
+
+def _is_exit_code(value: float | None) -> bool:
+    return value in range(256)
+
+
+class _Argument(NamedTuple):
+    """The argument of an action."""
+
+    accepts: Callable[[float | None], bool]
+    description: str
+    default: float | None = None
+
+
+_NO_ARGUMENT = _Argument(_is_nothing, "no argument")
+_SECONDS = _Argument(_is_duration, "a finite number of seconds, at least 0")
+_ARGUMENTS = {
+    "kill": _Argument(
+        _is_signal, f"the number of a signal, from 1 to {int(signal.SIGRTMAX)}", int(signal.SIGKILL)
+    ),
+    "stop": _Argument(
+        _is_duration_or_nothing, "a finite number of seconds, at least 0, or no argument"
+    ),
+    "delay": _SECONDS,
+    "segfault": _NO_ARGUMENT,
+    "exit_abruptly": _Argument(_is_exit_code, "an exit code from 0 to 255", 137),
+    "hold_gil": _SECONDS,
+    "store_unreachable": _SECONDS,
+    "kill_supervisor": _NO_ARGUMENT,
+}
+_INTEGRAL = ("kill", "exit_abruptly")
+
+
 @dataclass(frozen=True)
 class Action:
     """What a fault does; made by `kill`, `stop`, `delay` and the like."""
@@ -77,10 +125,12 @@ class Action:
     argument: float | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in _MAKERS:
-            raise InvalidArgument(
-                f"there is no action {self.name!r}; the actions are {', '.join(_MAKERS)}"
-            )
+        expected = _argument_of(self.name)
+        if not expected.accepts(self.argument):
+            raise InvalidArgument(f"{self.name} needs {expected.description}, got {self.argument}")
+        if self.name in _INTEGRAL:  # given as a Signals or as 15.0, say
+            assert self.argument is not None
+            object.__setattr__(self, "argument", int(self.argument))
 
     @property
     def is_fatal(self) -> bool:
@@ -100,13 +150,20 @@ class Action:
     def parse(cls, text: str) -> Action:
         """Return the action of a text such as ``kill``, ``kill:15`` or ``stop:0.5``."""
         name, _, argument = text.strip().partition(":")
-        cls(name)  # raises if there is no such action
+        expected = _argument_of(name)
         try:
-            return _MAKERS[name](*([_number(argument)] if argument else []))
-        except (TypeError, ValueError) as error:
-            if isinstance(error, InvalidArgument):
-                raise
-            raise InvalidArgument(f"invalid argument of the action {text!r}") from error
+            value = _number(argument) if argument else expected.default
+        except ValueError as error:
+            raise InvalidArgument(f"{name} needs {expected.description}, got {argument}") from error
+        return cls(name, value)
+
+
+def _argument_of(name: str) -> _Argument:
+    if name not in _ARGUMENTS:
+        raise InvalidArgument(
+            f"there is no action {name!r}; the actions are {', '.join(_ARGUMENTS)}"
+        )
+    return _ARGUMENTS[name]
 
 
 def _number(text: str) -> float:
@@ -115,7 +172,7 @@ def _number(text: str) -> float:
 
 def kill(signum: int = signal.SIGKILL) -> Action:
     """Kill the rank's process with a signal, as a crash or the kernel would."""
-    return Action("kill", int(signum))
+    return Action("kill", signum)
 
 
 def stop(*, resume_after: float | None = None) -> Action:
@@ -157,18 +214,6 @@ def store_unreachable(seconds: float) -> Action:
 def kill_supervisor() -> Action:
     """Kill the launcher of the run with SIGKILL; only in a `FaultPlan`."""
     return Action("kill_supervisor")
-
-
-_MAKERS: dict[str, Callable[..., Action]] = {
-    "kill": kill,
-    "stop": lambda resume_after=None: stop(resume_after=resume_after),
-    "delay": delay,
-    "segfault": segfault,
-    "exit_abruptly": exit_abruptly,
-    "hold_gil": hold_gil,
-    "store_unreachable": store_unreachable,
-    "kill_supervisor": kill_supervisor,
-}
 
 
 @dataclass(frozen=True)

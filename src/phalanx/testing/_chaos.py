@@ -22,8 +22,8 @@ import sys
 import tempfile
 import time
 from bisect import bisect
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 6  # on which a worker prints the stacks of its
 
 _POLL_INTERVAL = 0.02  # seconds
 _STATUS_TIMEOUT = 5.0  # seconds for an answer of the supervisor
+_MAX_SOCKET_PATH = 107  # bytes
 _LEAK_POLL_INTERVAL = 0.1  # seconds
 _LEAK_TIMEOUT = 10.0  # loader workers look every five seconds whether their parent is alive
 _STACK_TIMEOUT = 3.0  # seconds for all workers to print their stacks
@@ -83,6 +84,9 @@ class ChaosOutcome:
     """The failures that were really injected, in order of time."""
     missed: tuple[Fault, ...]
     """Faults that did not fire, except optional ones."""
+    skipped: tuple[PlannedFailure, ...]
+    """Failures of the plan that were not injected, because the run ended before they were due, too
+    few members would have survived, or no process was there to fail."""
     points: frozenset[str]
     """The fault points that any worker reached; empty for a run without faults."""
     lost: frozenset[str]
@@ -104,6 +108,7 @@ class ChaosOutcome:
         ]
         lines += [str(each) for each in self.injected]
         lines += [f"missed: {fault} of worker {_worker_name(fault)}" for fault in self.missed]
+        lines += [f"skipped: {_describe_planned(failure)}" for failure in self.skipped]
         lines += [f"left behind: {each}" for each in self.leaks]
         return "\n".join([*lines, self.output, self.evidence]).rstrip()
 
@@ -142,7 +147,8 @@ def run_elastic(
         options: other options of the launcher.
 
     Raises:
-        InvalidState: if `shm_limit` is given and this process cannot mount.
+        InvalidState: if `shm_limit` is given and this process cannot mount, or if the supervisor
+            never answered, so that no failure of the plan could be injected.
     """
     for fault in faults:
         if fault.rank is not None and fault.rank >= ranks:
@@ -154,7 +160,6 @@ def run_elastic(
         *(f"-n{min_ranks}:{ranks}", *limits, *options),
         *("-m", _WORKER_MODULE, os.fspath(script), *map(str, args)),
     ]
-    # A short path, since that of a socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="phx-") as directory:
         run = _FaultyRun(command, Path(directory), plan, faults, survivors=survivors, ranks=ranks)
         return run.run(env or {}, timeout=timeout)
@@ -182,6 +187,11 @@ def _worker_name(fault: Fault) -> str:
         "*" if each is None else str(each) for each in (fault.rank, fault.incarnation)
     )
     return f"{rank}.{incarnation}"
+
+
+def _describe_planned(failure: PlannedFailure) -> str:
+    place = "" if failure.rank is None else f" of rank {failure.rank}"
+    return f"{failure.action}{place}, planned at {failure.at:.2f} s"
 
 
 @dataclass(frozen=True)
@@ -214,7 +224,8 @@ class _Status:
         for path in directory.glob("phalanx/*/control.sock"):
             with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(_STATUS_TIMEOUT)
-                connection.connect(str(path))
+                with _socket_address(path) as address:
+                    connection.connect(address)
                 connection.sendall(b'{"command": "status"}\n')
                 with connection.makefile() as answers:
                     answer = json.loads(answers.readline())
@@ -228,6 +239,19 @@ class _Status:
             for each in answer["workers"]
         ]
         return cls(answer.get("step"), workers)
+
+
+@contextmanager
+def _socket_address(path: Path) -> Iterator[str]:
+    """Yield a name of the path that is short enough for a socket, also in a long TMPDIR."""
+    if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
+        yield str(path)
+        return
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
 
 
 class _Injector:
@@ -257,6 +281,11 @@ class _Injector:
         self._began: float | None = None  # when the first worker became a member
         self._doomed: set[str] = set()  # workers that had a fatal failure
         self._stopped: list[tuple[float, int]] = []  # when to continue which pid
+
+    @property
+    def pending(self) -> tuple[PlannedFailure, ...]:
+        """The failures that were not injected yet."""
+        return tuple(self._pending)
 
     def advance(self, status: _Status) -> None:
         """Inject what is due, and continue what was stopped."""
@@ -398,11 +427,12 @@ class _FaultyRun:
         failures = self._combine(injector, fired, began)
         numbers = {event["fired"] for event in fired}
         missed = [each for number, each in enumerate(self._faults) if number not in numbers]
-        return ChaosOutcome(
+        outcome = ChaosOutcome(
             exit_code=exit_code,
             output=self._output.read_text(errors="replace"),
             injected=failures,
             missed=tuple(each for each in missed if not each.optional),
+            skipped=injector.pending,
             points=frozenset(points),
             lost=self._lost(failures),
             duration=duration,
@@ -412,6 +442,13 @@ class _FaultyRun:
             else None,
             evidence=evidence,
         )
+        has_answered = bool(self._steps)
+        if outcome.skipped and not has_answered:
+            raise InvalidState(
+                "no failure of the plan was injected: the supervisor never answered on its control "
+                f"socket. The run:\n{outcome}"
+            )
+        return outcome
 
     def _watch(
         self, launcher: subprocess.Popen[bytes], injector: _Injector, *, deadline: float

@@ -16,6 +16,7 @@ will be alive.
 from __future__ import annotations
 
 import csv
+import math
 import os
 import random
 from collections.abc import Mapping
@@ -41,10 +42,13 @@ class PlannedFailure:
     """Which of the living workers: from 0, the first, up to 1."""
 
     def __post_init__(self) -> None:
-        if self.at < 0 or not 0 <= self.share < 1:
+        if not 0 <= self.at < math.inf or not 0 <= self.share < 1:
             raise InvalidArgument(
-                f"a failure needs at >= 0 and 0 <= share < 1, got {self.at} and {self.share}"
+                "a failure needs a finite at >= 0 and 0 <= share < 1, got "
+                f"{self.at} and {self.share}"
             )
+        if self.rank is not None and (not isinstance(self.rank, int) or self.rank < 0):
+            raise InvalidArgument(f"rank must be an integer >= 0 or None, got {self.rank!r}")
         if self.action.name not in EXTERNAL:
             raise InvalidArgument(
                 f"{self.action.name} cannot be done to a worker from outside; use "
@@ -52,7 +56,9 @@ class PlannedFailure:
             )
 
     def __str__(self) -> str:
-        return f"{self.at!r},{self.share if self.rank is None else self.rank!r},{self.action}"
+        # A share has a decimal point, by which it is told from a rank.
+        where = float(self.share) if self.rank is None else self.rank
+        return f"{float(self.at)!r},{where!r},{self.action}"
 
 
 @dataclass(frozen=True)
@@ -76,15 +82,21 @@ class FaultPlan:
             seed: of the generator.
             mean_time_between_failures: in seconds; the gaps are distributed exponentially.
             count: how many failures.
-            actions: the weight of each action; only kills by default.
+            actions: the weight of each action, at least 0 and of one more than 0; only kills by
+                default.
         """
-        if not mean_time_between_failures > 0 or count < 0:
+        if not 0 < mean_time_between_failures < math.inf or count < 0:
             raise InvalidArgument(
-                "mean_time_between_failures must be positive and count at least 0, got "
+                "mean_time_between_failures must be positive and finite, and count at least 0, got "
                 f"{mean_time_between_failures} and {count}"
             )
-        generator = random.Random(seed)
         weights = {kill(): 1.0} if actions is None else dict(actions)
+        if not all(0 <= each < math.inf for each in weights.values()) or not any(weights.values()):
+            given = ", ".join(f"{action}: {weight}" for action, weight in weights.items())
+            raise InvalidArgument(
+                "actions must have finite weights >= 0, and one > 0, got " + (given or "no actions")
+            )
+        generator = random.Random(seed)
         now, failures = 0.0, []
         for _ in range(count):
             now += generator.expovariate(1 / mean_time_between_failures)
@@ -97,14 +109,18 @@ class FaultPlan:
         """Read a plan from a text file with the times of failures in seconds.
 
         Each line has a time and, separated by commas, optionally a rank and an action; without
-        them, a worker chosen by `seed` is killed. Empty lines, comments after ``#`` and a header
-        are ignored.
+        them, a worker chosen by `seed` is killed. Empty lines, comments after ``#`` and a header,
+        which can only be the first line, are ignored.
+
+        Raises:
+            InvalidArgument: if a line is something else; it names the line.
         """
         generator = random.Random(seed)
-        lines = [text.partition("#")[0] for text in Path(path).read_text().splitlines()]
+        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+        lines = [line.partition("#")[0] for line in text.splitlines()]
         failures: list[PlannedFailure] = []
         for number, cells in enumerate(csv.reader(lines), 1):
-            is_header = not failures and cells and _to_float(cells[0]) is None
+            is_header = number == 1 and _is_header(cells)
             if is_header or not any(each.strip() for each in cells):
                 continue
             try:
@@ -118,11 +134,14 @@ class FaultPlan:
         Path(path).write_text("".join(f"{each}\n" for each in (_HEADER, *self.failures)))
 
 
-def _to_float(text: str) -> float | None:
+def _is_header(cells: list[str]) -> bool:
+    first = cells[0].strip() if cells else ""
     try:
-        return float(text)
+        float(first)  # which also nan and inf are
     except ValueError:
-        return None
+        # A mistyped time is not a header.
+        return first != "" and first[0] not in "+-.0123456789"
+    return False
 
 
 def _parse_failure(cells: list[str], *, share: float) -> PlannedFailure:

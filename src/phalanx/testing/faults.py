@@ -55,7 +55,9 @@ into its workers and failures from outside, and returns what happened and what w
 
 A `FaultPlan` is drawn at random from a seed or read from a trace of preemptions. From outside a
 worker can be killed, stopped or crashed; `store_unreachable` and `kill_supervisor` affect the
-launcher.
+launcher. What was not injected is in ``outcome.missed`` (faults at points) and ``outcome.skipped``
+(failures of the plan). After `kill_supervisor`, ``outcome.leaks`` names the directory of the run:
+a killed launcher leaves it behind, and whoever lists runs next removes it.
 """
 
 from __future__ import annotations

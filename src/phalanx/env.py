@@ -113,6 +113,8 @@ class ElasticEnv:
     """How many workers the launcher has started, or starts, together."""
     min_ranks: int
     """The run pauses while fewer workers are members."""
+    attempt: int
+    """How often the launcher had started all workers over."""
     is_initial: bool
     """Whether the launcher started it with all others, and not to replace or to add a worker."""
     channel: int

@@ -419,7 +419,13 @@ def test_a_minimum_that_no_step_can_have_is_refused(monkeypatch):
     ours, channel = socket.socketpair()
     fd = channel.detach()
     env = ElasticEnv(
-        worker="0.0", store="127.0.0.1:1", ranks=2, min_ranks=2, is_initial=True, channel=fd
+        worker="0.0",
+        store="127.0.0.1:1",
+        ranks=2,
+        min_ranks=2,
+        attempt=0,
+        is_initial=True,
+        channel=fd,
     )
     monkeypatch.setenv("PHALANX_ELASTIC", env.to_variables()["PHALANX_ELASTIC"])
     model = nn.Linear(1, 1)

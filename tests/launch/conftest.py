@@ -17,6 +17,14 @@ from phalanx.launch.cli import main
 DEADLINE = 20.0
 
 
+@pytest.fixture(autouse=True)
+def no_other_runs(tmp_path, monkeypatch):
+    """Keep `phalanx ps` from listing the runs of other tests."""
+    monkeypatch.setattr("phalanx.launch._run_directory.RUNTIME_DIRECTORIES", tmp_path)
+    monkeypatch.setattr("phalanx.launch._run_directory.TEMPORARY_DIRECTORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
 def eventually(condition, *, what="it"):
     """Return the first true value of `condition`; fail after the deadline."""
     deadline = time.monotonic() + DEADLINE

@@ -150,6 +150,7 @@ def test_workers_are_described_in_their_environment(start):
             store=elastic.store,
             ranks=elastic.ranks,
             min_ranks=2,
+            attempt=0,
             is_initial=rank < 3,
             channel=elastic.channel,
         )
@@ -223,11 +224,14 @@ def test_exit_codes_without_an_orderly_end(start):
     run.tell("1.0", "os._exit(3)")
     run.wait_for("0.0", "1.1", "2.0")
     run.tell("2.0", "os._exit(0)")
+    run.wait_for("0.0", "1.1", "2.1")
+    run.tell("2.1", "report('finished')\nos._exit(0)")
     run.wait_for("0.0", "1.1")
     code, _, err = run.end("0.0", "1.1")
     assert code == 0
     assert "phalanx: rank 1 lost: exit code 3; starting a replacement\n" in err
-    assert err.count("lost") == 1
+    assert "phalanx: rank 2 lost: exit code 0; starting a replacement\n" in err
+    assert err.count("lost") == 2
 
 
 def test_without_restarts_the_run_goes_on_with_fewer_ranks(start):

@@ -83,6 +83,10 @@ class Run:
         result = RankExit(rank=rank, code=code, at=self.now, was_terminated=terminated)
         return self.policy.on_exit(RecordedExit(result, None), self.now, is_orderly=ended)
 
+    def finish(self, rank):
+        self.tell(rank, "finished")
+        return self.exit(rank, 0, ended=True)
+
     def pass_time(self, seconds):
         self.now += seconds
         self.policy.on_time(self.now)
@@ -117,7 +121,7 @@ def test_a_lost_rank_is_replaced_at_once():
 
 @pytest.mark.parametrize(
     ("code", "ended", "survived"),
-    [(0, True, False), (0, False, False), (1, True, False), (75, False, False), (1, False, True)],
+    [(0, True, False), (0, False, True), (1, True, False), (1, False, True)],
 )
 def test_only_a_death_without_an_orderly_end_is_survived(code, ended, survived):
     run = Run(2)
@@ -167,7 +171,7 @@ def test_without_restarts_the_run_goes_on_with_the_minimum():
 def test_a_run_without_members_starts_over_with_its_current_size():
     run = Run(4)
     run.scale(3)
-    run.exit(3, 0)
+    run.finish(3)
     for rank in range(3):
         run.exit(rank)
         run.pass_time(0)  # replacements have started, and know nothing
@@ -210,7 +214,7 @@ def test_losing_all_ranks_takes_one_restart():
 def test_the_run_has_finished_when_its_leader_has_and_the_others_are_lost():
     run = Run(2)
     run.lead(0)
-    assert run.exit(0, 0) is False
+    assert run.finish(0) is False
     assert run.exit(1) is True
     assert (run.attempt.end, run.policy.restarts) == ("finished", 0)
     assert "not replaced: the run has finished" in run.attempt.messages[-1]
@@ -229,7 +233,7 @@ def test_a_run_whose_leader_is_lost_after_the_last_step_starts_over(first):
 def test_a_run_without_restarts_fails_if_its_leader_is_lost_after_the_last_step():
     run = Run(2, max_restarts=0)
     run.lead(0)
-    run.exit(1, 0)
+    run.finish(1)
     run.exit(0)
     assert (run.attempt.end, run.attempt.cause.rank) == ("failed", 0)
 
@@ -239,9 +243,9 @@ def test_the_run_has_succeeded_when_the_last_member_has():
     run.lead(0)
     run.exit(2)
     run.pass_time(0)
-    run.exit(0, 0)
+    run.finish(0)
     assert run.attempt.end == ""
-    assert run.exit(1, 0) is False
+    assert run.finish(1) is False
     assert run.attempt.end == "finished"
     assert run.exit(2, -signal.SIGTERM) is True
 
@@ -276,7 +280,7 @@ def test_a_slow_start_or_a_member_in_time_does_not_start_over():
 
 def test_finished_ranks_are_not_missing_members():
     run = Run(2, min_ranks=2)
-    run.exit(0, 0)
+    run.finish(0)
     assert run.policy.next_due() is None
 
 
@@ -419,7 +423,7 @@ def test_a_worker_that_left_has_not_finished_the_run():
     run.lead(0)
     run.tell(0, "leaving")
     run.tell(0, "left")
-    assert run.exit(0, 0) is True
+    assert run.finish(0) is True
     run.lead(1)
     run.exit(1)
     assert (run.attempt.end, run.policy.restarts) == ("killed", 1), "it starts over"
@@ -429,7 +433,7 @@ def test_a_worker_that_is_told_to_leave_after_the_last_step_has_finished():
     run = Run(2)
     run.lead(0)
     run.tell(0, "leaving")
-    assert run.exit(0, 0) is False
+    assert run.finish(0) is False
     run.exit(1)
     assert run.attempt.end == "finished"
 
@@ -509,11 +513,14 @@ def test_a_rank_that_ends_before_the_first_step_is_missed():
     assert "ended before the first step; fewer than 2 ranks left" in run.attempt.messages[-1]
 
 
-def test_a_preempted_run_that_was_saved_may_lose_ranks():
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_preempted_run_may_lose_its_last_rank_after_it_was_saved(saved):
     run = Run(2)
     run.policy.stop(is_preemption=True)
-    assert run.exit(0, 75, ended=True) is False
-    assert run.exit(1, terminated=True) is True
+    assert run.exit(0, 75, ended=True) is False, "another rank saves"
+    if saved:
+        run.tell(1, "saved")
+    assert run.exit(1, terminated=True) is saved
 
 
 def test_the_only_worker_that_leaves_before_the_first_step_ends_the_run():
@@ -530,7 +537,7 @@ def test_a_worker_that_left_does_not_delay_the_end():
     run.lead(0)
     run.tell(1, "leaving")
     run.tell(1, "left")
-    run.exit(0, 0)
+    run.finish(0)
     assert run.attempt.end == "finished"
 
 
@@ -599,3 +606,82 @@ def test_ranks_without_a_micro_batch_are_reported_once():
     run.scale(2)
     run.scale(1)
     assert sum("hot spare" in each for each in run.attempt.messages) == 1
+
+
+def test_the_end_of_a_member_without_its_exit_handlers_is_a_loss():
+    """Also with exit code 0, unless it has completed all steps."""
+    run = Run(2, min_ranks=2)
+    run.lead(0)
+    assert run.exit(0, 0) is True
+    assert run.states["0.1"] == "waiting to restart"
+    run.tell(1, "finished")
+    assert run.exit(1, 0) is False
+
+
+def test_a_leader_that_ends_early_has_not_finished():
+    run = Run(2)
+    run.lead(0)
+    run.exit(0, 0, ended=True)
+    run.exit(1)
+    assert run.attempt.end == "killed"
+    assert "restarting all" in run.attempt.messages[-1]
+
+
+def test_more_steps_after_the_last_one():
+    run = Run(2)
+    run.tell(1, "finished")
+    run.tell(1, "continuing")
+    assert run.exit(1, 0) is True
+
+
+def test_too_few_members_after_one_ended_early():
+    run = Run(2, min_ranks=2)
+    run.exit(1, 0, ended=True)
+    run.pass_time(61)
+    assert run.attempt.end == "killed"
+
+
+def test_a_run_fails_even_if_the_launcher_ended_its_last_process():
+    """As after restarts because of a replacement that hangs."""
+    run = Run(1, max_restarts=0)
+    run.tell(0, "leaving")
+    run.tell(0, "left")
+    run.exit(0, KILLED, terminated=True)
+    assert (run.attempt.end, run.attempt.cause.failed) == ("failed", True)
+
+
+def test_a_member_that_was_preempted_leaves_the_run_to_those_that_start():
+    run = Run(2)
+    run.exit(0)
+    run.pass_time(0)
+    run.tell(1, "leaving")
+    assert run.exit(1, 75, ended=True) is True
+    assert run.attempt.end == ""
+    run.join(0)
+    run.finish(0)
+    assert run.attempt.end == "finished"
+
+
+def test_a_replacement_that_was_a_member_is_counted_when_the_run_starts_over():
+    run = Run(2)
+    run.exit(1)
+    run.pass_time(0)
+    run.join(1)
+    run.tell(1, "left")
+    run.exit(0)
+    assert (run.attempt.end, run.policy.restarts) == ("killed", 2)
+
+
+def test_ranks_that_the_first_step_waits_for_are_named_and_then_killed():
+    run = Run(3, min_ranks=3, members=False)
+    run.ready(0)
+    run.pass_time(61)
+    assert run.attempt.messages[-1] == (
+        "ranks 1, 2 have not created an ElasticRun after 61 s; the first step waits for that"
+    )
+    run.ready(1)
+    for _ in range(9):
+        assert not run.attempt.sent
+        run.pass_time(60)
+    assert "rank 2 has not created an ElasticRun" in run.attempt.messages[-1]
+    assert run.attempt.sent == [(2, signal.SIGKILL)]

@@ -1,5 +1,6 @@
 import io
 import json
+import math
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import phalanx.launch
 from phalanx.env import usable_cores
 from phalanx.errors import InvalidArgument, RanksFailed
 
-from .conftest import unlabelled
+from .conftest import read_pid, unlabelled
 
 PRINT_ENV = "import json, os; print(json.dumps(dict(os.environ)))"
 PRINT_ARGS = "import sys; print(sys.argv[1:])"
@@ -123,6 +124,21 @@ def test_only_rank_0_reads_stdin(phalanx, script, tmp_path):
         (["-n", "2", "--grace", "-1", "here.py"], "-1.0 is not in the range x>=0"),
         (["-n", "2", "--max-restarts", "x", "here.py"], "'x' is not a valid integer range"),
         (["-n", "2", "--unknown", "here.py"], "No such option"),
+        (["-n", "1025", "here.py"], "the number of ranks must be at most 1024"),
+        (["-n", "7" * 5000, "here.py"], "the number of ranks must be at most 1024"),
+        (["-n", "7" * 5000 + ":auto", "here.py"], "the number of ranks must be at most 1024"),
+        (["-n", "0" * 5000 + "1", "here.py"], "the number of ranks must be at most 1024"),
+        (["-n", "2", "--grace", "nan", "here.py"], "grace must be a number of seconds"),
+        (["-n", "2", "--linger", "nan", "here.py"], "linger must be a finite number"),
+        (["-n", "2", "--linger", "inf", "here.py"], "linger must be a finite number"),
+        (
+            ["-n", "2", "--nnodes", "1", "--grace", "inf", "here.py"],
+            "grace must be a finite number of seconds for torchrun",
+        ),
+        (
+            ["-n", "2", "--nnodes", "1", "--grace", "nan", "here.py"],
+            "grace must be a finite number of seconds for torchrun",
+        ),
     ],
 )
 def test_usage_errors_are_reported(cli, script, args, complaint):
@@ -184,10 +200,95 @@ def test_api_works_outside_the_main_thread(script):
     assert out.getvalue() == b"[rank 0] hi\n"
 
 
-@pytest.mark.parametrize("options", [{"ranks": 0}, {"ranks": 1, "grace": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 0},
+        {"ranks": 1, "grace": -1},
+        {"ranks": 1, "grace": math.nan},
+        {"ranks": 1, "linger": -1},
+        {"ranks": 1, "linger": math.nan},
+        {"ranks": 1, "linger": math.inf},
+        {"ranks": 1, "max_restarts": -1},
+    ],
+    ids=str,
+)
 def test_api_rejects_invalid_arguments(script, options):
     with pytest.raises(InvalidArgument):
         phalanx.launch.run(script(""), **options)
+
+
+def test_an_infinite_grace_never_kills(launcher, script, tmp_path):
+    path = script(
+        """
+        import os, pathlib, signal, time
+
+        stop = []
+        signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+        pathlib.Path("ready").write_text(str(os.getpid()))
+        while not stop:
+            time.sleep(0.005)
+        print("saved", flush=True)
+        """
+    )
+    process = launcher("run", "-n", 1, "--grace", "inf", path)
+    read_pid(tmp_path / "ready")
+    process.terminate()
+    out, err = process.communicate(timeout=20)
+    assert unlabelled(out, 0) == ["saved"], err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (1, 2), (0, 1, 2)], ids=str)
+def test_ranks_run_although_descriptors_of_the_launcher_are_closed(
+    launcher, script, tmp_path, closed
+):
+    path = script(
+        """
+        import os, pathlib, sys
+        print("to stdout")
+        print("to stderr", file=sys.stderr)
+        pathlib.Path("ran-" + os.environ["RANK"]).touch()
+        """
+    )
+    redirections = " ".join(f"{fd}>&-" for fd in closed)
+    process = launcher("run", "-n", 2, path, before=["sh", "-c", f'exec "$@" {redirections}', "sh"])
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert {each.name for each in tmp_path.glob("ran-*")} == {"ran-0", "ran-1"}
+    assert sorted(out.splitlines()) == (
+        [] if 1 in closed else ["[rank 0] to stdout", "[rank 1] to stdout"]
+    )
+    assert "Traceback" not in err
+
+
+def test_the_exit_code_of_a_rank_is_kept_without_stderr(launcher, script):
+    path = script("import sys; sys.exit(3)")
+    process = launcher("run", "-n", 2, path, before=["sh", "-c", 'exec "$@" >&- 2>&-', "sh"])
+    process.communicate(timeout=30)
+    assert process.returncode == 3
+
+
+def test_torchrun_is_called_without_stdout(script, monkeypatch):
+    called = []
+    monkeypatch.setattr("os.execve", lambda *args: called.append(args[1]))
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    phalanx.launch._job.exec_torchrun(["python"], ranks=1)
+    assert called == [["python"]]
+
+
+def test_a_module_runs_in_a_deleted_working_directory(script, tmp_path, monkeypatch):
+    script("print('found')", name="elsewhere/odd_one.py")
+    deleted = tmp_path / "deleted"
+    deleted.mkdir()
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
+    out, env = io.BytesIO(), {**os.environ, "PYTHONPATH": str(tmp_path / "elsewhere")}
+    phalanx.launch.run("odd_one", ranks=1, module=True, env=env, stdout=out)
+    assert out.getvalue() == b"[rank 0] found\n"
+    with pytest.raises(InvalidArgument, match="module 'missing' not found"):
+        phalanx.launch.run("missing", ranks=1, module=True)
 
 
 def test_public_names():

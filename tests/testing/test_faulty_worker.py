@@ -73,7 +73,13 @@ def test_a_fault_fires_in_its_worker_of_a_script(tmp_path):
 
 def test_a_worker_is_known_by_its_launcher():
     elastic = ElasticEnv(
-        worker="2.1", store="127.0.0.1:1", ranks=3, min_ranks=1, is_initial=False, channel=3
+        worker="2.1",
+        store="127.0.0.1:1",
+        ranks=3,
+        min_ranks=1,
+        attempt=0,
+        is_initial=False,
+        channel=3,
     )
     ranks = {"RANK": "3", "WORLD_SIZE": "4"}
     assert current_worker({**ranks, **elastic.to_variables()}) == (2, 1)

@@ -15,7 +15,7 @@ from ..errors import InvalidArgument, RanksFailed
 from ._job import GRACE, LINGER, Job, RankCount, count_ranks, drop_in_env, python_command
 from ._outcome import Outcome, RankExit, describe
 from ._output import OutputSink, Screen
-from ._supervisor import supervise
+from ._supervisor import standard_descriptors, supervise
 
 __all__ = ["Outcome", "RankExit", "run"]
 
@@ -84,8 +84,9 @@ def run(
         script=os.fspath(script),
         min_ranks=(1 if min_ranks is None else min_ranks) if elastic else None,
     )
-    screen = Screen(stdout or _descriptor(1), stderr or _descriptor(2))
-    outcome = supervise(job, screen=screen)
+    with standard_descriptors():  # a closed stdout or stderr is no reason not to run
+        screen = Screen(stdout or _descriptor(1), stderr or _descriptor(2))
+        outcome = supervise(job, screen=screen)
     if check and outcome.exit_code and not outcome.preempted:
         was_interrupted = outcome.first_failure is None and outcome.signal == signal.SIGINT
         raise KeyboardInterrupt if was_interrupted else RanksFailed(describe(outcome))

@@ -1,14 +1,17 @@
 """The control socket of an elastic run: one request and one reply per connection, a line of JSON.
 
-A thread accepts connections and passes requests on to the supervisor, which answers them between
-other events. The socket lies in a directory that only its owner can enter, so requests are not
-authenticated.
+A thread accepts connections and starts another for each, which passes the request on to the
+supervisor and waits for the reply. The supervisor answers requests between other events. A request
+is either carried out and answered, or refused.
+
+The socket lies in a directory that only its owner can enter, so requests are not authenticated.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -18,7 +21,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..errors import InvalidState
+
 REQUEST_TIMEOUT = 5.0  # seconds that the server waits for a request, and for the supervisor
+MAX_CLIENTS = 16  # served at the same time; others are refused
 ACCEPT_RETRY_INTERVAL = 0.1  # seconds after a connection that could not be accepted
 _MAX_LINE_BYTES = 1 << 20
 _MAX_PATH_BYTES = 107  # of the address of a socket
@@ -32,18 +38,29 @@ class ControlRequest(NamedTuple):
 
 
 class ControlServer:
-    """The thread that accepts requests; it passes them to `put` and waits for the reply."""
+    """Accepts requests, passes them to `put` and sends the replies.
+
+    All threads are daemons, and `close` waits for none: a client may be silent.
+    """
 
     def __init__(self, path: Path, put: Callable[[ControlRequest], None]) -> None:
         self._put = put
         self._is_closed = False
+        self._slots = threading.BoundedSemaphore(MAX_CLIENTS)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # Renamed, so that nobody finds it before it listens.
         unfinished = path.with_name(f"{path.name}.new")
-        with _address(unfinished) as address:
-            self._listener.bind(address)
-        self._listener.listen()
-        unfinished.rename(path)
+        try:
+            with _address(unfinished) as address:
+                self._listener.bind(address)
+            self._listener.listen()
+            unfinished.rename(path)
+        except OSError as error:
+            self._listener.close()
+            raise InvalidState(
+                f"cannot create the control socket {path}: {error}. Set XDG_RUNTIME_DIR to a "
+                "writable directory of yours with free space"
+            ) from error
         self._thread = threading.Thread(target=self._loop, name="phalanx-control", daemon=True)
         self._thread.start()
 
@@ -62,12 +79,34 @@ class ControlServer:
                     return
                 time.sleep(ACCEPT_RETRY_INTERVAL)
                 continue
-            # Clients are served one at a time. One that leaves or is slow gets no answer.
+            self._start_serving(connection)
+
+    def _start_serving(self, connection: socket.socket) -> None:
+        if not self._slots.acquire(blocking=False):
+            # Refused at once. If it waited for its turn, the client could leave before the request
+            # is carried out.
+            _refuse(connection, f"the run is serving {MAX_CLIENTS} other clients. Try again")
+            return
+        try:
+            threading.Thread(
+                target=self._serve, args=(connection,), name="phalanx-control-client", daemon=True
+            ).start()
+        except RuntimeError as error:  # there is no thread left
+            self._slots.release()
+            _refuse(connection, f"{error}. Try again")
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            # A client that leaves or is slow gets no answer.
             with connection, suppress(OSError):
                 line = _read_line(connection, timeout=REQUEST_TIMEOUT)
+                if _has_left(connection):  # while this process was suspended, for example
+                    return
                 answer = json.dumps(self._answer(line)).encode() + b"\n"
                 connection.settimeout(REQUEST_TIMEOUT)
                 connection.sendall(answer)
+        finally:
+            self._slots.release()
 
     def _answer(self, line: bytes) -> Mapping[str, Any]:
         try:
@@ -96,7 +135,8 @@ def send_request(path: Path, **fields: Any) -> dict[str, Any]:
         connection.settimeout(REQUEST_TIMEOUT)
         with _address(path) as address:
             connection.connect(address)
-        connection.sendall(json.dumps(fields).encode() + b"\n")
+        with suppress(BrokenPipeError):  # a refusal comes before the request is read
+            connection.sendall(json.dumps(fields).encode() + b"\n")
         try:
             # Longer than the server takes for one, so a request that is carried out has a reply.
             reply = json.loads(_read_line(connection, timeout=3 * REQUEST_TIMEOUT))
@@ -116,6 +156,19 @@ def is_listening(path: Path) -> bool:
         except OSError:
             return False
         return True
+
+
+def _refuse(connection: socket.socket, reason: str) -> None:
+    with connection, suppress(OSError):
+        connection.setblocking(False)  # a new connection has room for a line
+        connection.sendall(json.dumps({"error": reason}).encode() + b"\n")
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Return whether the client has closed the connection, and not only its sending half."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return any(events & select.POLLHUP for _, events in poll.poll(0))
 
 
 def _read_line(connection: socket.socket, *, timeout: float) -> bytes:

@@ -6,6 +6,7 @@ variables in their environment either way.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import uuid
@@ -28,6 +29,7 @@ AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's: whether it loads e
 
 _STORE = ("MASTER_ADDR", "MASTER_PORT", ELASTIC_VARIABLE)
 """Variables that say where the store is. Those of an outer launcher are not inherited."""
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 _MANY = 2**31 - 1  # restarts, where others expect a number
 
 RankCount = int | Literal["auto"]
@@ -61,6 +63,12 @@ class Job:
         for name in ("max_restarts", "grace", "linger"):
             if (getattr(self, name) or 0) < 0:
                 raise InvalidArgument(f"{name} must not be negative, got {getattr(self, name)}")
+        if math.isnan(self.grace):
+            raise InvalidArgument(
+                "grace must be a number of seconds, or inf to never kill a rank, got nan"
+            )
+        if not math.isfinite(self.linger):
+            raise InvalidArgument(f"linger must be a finite number of seconds, got {self.linger}")
         if self.timeout is not None and not self.timeout > 0:
             raise InvalidArgument(f"timeout must be positive or None, got {self.timeout}")
         if self.min_ranks is not None and not 1 <= self.min_ranks <= self.world_size:
@@ -68,6 +76,14 @@ class Job:
                 f"min_ranks must be from 1 to the number of ranks ({self.world_size}), "
                 f"got {self.min_ranks}"
             )
+
+    @property
+    def mark(self) -> str:
+        """A variable in the environment of every process of the job, by which they are found."""
+        return f"{_RUN_ID}={self.id}"
+
+    def store_env(self) -> dict[str, str]:
+        return {**self.environ, _RUN_ID: self.id}
 
     def rank_descriptors(self, rank: int) -> Sequence[int]:
         return self.descriptors[rank] if self.descriptors else ()
@@ -97,7 +113,7 @@ class Job:
             "GROUP_WORLD_SIZE": 1,
             "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_MAX_RESTARTS": _MANY if self.max_restarts is None else self.max_restarts,
-            "TORCHELASTIC_RUN_ID": self.id,
+            _RUN_ID: self.id,
             # The launcher hosts the store, so every rank is a client of it.
             "TORCHELASTIC_USE_AGENT_STORE": True,
             # stdout is a pipe; without this its lines would appear minutes later.
@@ -168,8 +184,9 @@ def python_command(
     target = os.fspath(script)
     if module:
         top = target.partition(".")[0]
-        # python -m searches the working directory first. Nothing is imported here.
-        places = [os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep)]
+        # python -m searches the working directory first: "", since it may have been deleted.
+        # Nothing is imported here.
+        places = ["", *environ.get("PYTHONPATH", "").split(os.pathsep)]
         try:
             exists = PathFinder.find_spec(top, places) is not None or find_spec(top) is not None
         except (ImportError, ValueError):  # a loaded module without a file
@@ -220,6 +237,10 @@ def torchrun_command(
     options = [*torchrun_args, f"--nproc-per-node={count_ranks(ranks)}"]
     options.append(f"--max-restarts={max_restarts}")
     if grace is not None:
+        if not 0 <= grace < math.inf:
+            raise InvalidArgument(
+                f"grace must be a finite number of seconds for torchrun, at least 0, got {grace}"
+            )
         options.append(f"--shutdown-timeout={round(grace)}")
     # torchrun accepts "-m name" too, so Python's arguments follow unchanged.
     return [python, "-m", "torch.distributed.run", *options, *target]
@@ -227,6 +248,7 @@ def torchrun_command(
 
 def exec_torchrun(command: list[str], *, ranks: RankCount, drop_in: bool = False) -> NoReturn:
     switch = drop_in_env(drop_in=drop_in)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # its descriptor is closed
+            stream.flush()
     os.execve(command[0], command, {**default_env(count_ranks(ranks)), **os.environ, **switch})

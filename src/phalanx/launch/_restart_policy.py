@@ -10,7 +10,9 @@ becomes a member of the group when it has the state of the others. What its exit
 - killed by a signal, or ended without running its exit handlers (``os._exit``): it is lost, and
   replaced;
 - it has sent that it left, or was asked to leave and exits as asked: it is gone;
+- 0 of a member that ended without its exit handlers before the last step: it is lost, too;
 - 0 otherwise: it has finished;
+- that of a preemption while others start or stay: it is gone;
 - any other exit code, such as that of an exception: the job fails. So does any exit code of a
   process that has no `ElasticRun` yet, whose exit handlers are not known to have run.
 
@@ -27,10 +29,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
-from .._formatting import format_count
+from .._formatting import format_count, format_ranks
 from .._signals import describe_exit
 from ._child_process import RecordedExit
-from ._outcome import Outcome, RankExit
+from ._outcome import Outcome
 from ._run_directory import RunInfo
 from ._worker_channel import WorkerMessage
 
@@ -43,6 +45,9 @@ START_RETRY_INTERVAL = 10.0
 LEAVE_WINDOW = 1.0
 """Seconds before a worker that leaves is replaced. A scheduler that preempts the whole job may
 signal the ranks before the launcher."""
+MAX_REMINDERS = 10
+"""How often to report, every `quorum_timeout`, that the first step waits for ranks; then they are
+killed, and so replaced."""
 FUTILE_RESTARTS = 10
 """Restarts of all ranks in a row, none of which got any further, that end the job."""
 MAX_RANKS = 1024
@@ -169,6 +174,8 @@ class _SupervisedWorker:
     started_at: float = 0.0
     max_members: int | None = None  # told when it has asked to join; more workers are spares
     is_member: bool = False  # also while it leaves
+    was_member: bool = False
+    has_finished: bool = False  # all steps
     is_leader: bool = False  # it stays the leader until it ends
     is_replacement: bool = False
     was_asked_to_leave: bool = False  # by this launcher
@@ -229,13 +236,15 @@ class ReplaceLost(RestartPolicy):
         self._is_formed = False  # whether there has been a member
         self._had_quorum = False
         self._without_quorum_since: float | None = None
-        self._finished = 0  # workers that exited with 0 and had not been asked to leave
+        self._finished = 0  # workers that had completed all steps and exited with 0
+        self._waiting_since: float | None = None  # for workers without an ElasticRun
+        self._reminders = 0
         self._has_leader_finished = False
         self._is_leader_lost = False  # and no other has taken over
         self._ended_early: RecordedExit | None = None  # with 0, before there was a member
         self._is_stopping = False
         self._is_preempted = False
-        self._has_saved = False  # a preempted worker has ended as it should
+        self._has_saved = False  # the worker that saves for all, if there is anything to save
         self._has_succeeded = False
         self._wants_restart = False
 
@@ -271,11 +280,12 @@ class ReplaceLost(RestartPolicy):
         match message.event:
             case "ready" if worker.max_members is None:
                 worker.max_members = message.max_members
+                self._waiting_since = self._waiting_since or now
                 self._longest_start = max(self._longest_start, now - worker.started_at)
                 self._show_spares(worker.max_members)
                 self._check_start()
             case "member" if not worker.is_member:
-                worker.is_member = True
+                worker.is_member = worker.was_member = True
                 if worker.state is WorkerState.STARTING:
                     worker.state = WorkerState.MEMBER
                 self._losses.pop(rank, None)
@@ -289,6 +299,10 @@ class ReplaceLost(RestartPolicy):
             case "left":
                 worker.has_left, worker.is_member = True, False
                 worker.state, worker.due = WorkerState.LEAVING, now + self._grace
+            case "saved":
+                self._has_saved = True
+            case "finished" | "continuing":
+                worker.has_finished = message.event == "finished"
 
     def _show_spares(self, max_members: int | None) -> None:
         """Tell the user, once, if some ranks have nothing to do."""
@@ -328,9 +342,11 @@ class ReplaceLost(RestartPolicy):
         self._last_exit = exit_
         # Python ends itself by SIGINT after an uncaught KeyboardInterrupt.
         is_killed = result.code < 0 and result.code != -signal.SIGINT
-        is_lost = result.code != 0 and not result.preempted and (is_killed or not is_orderly)
+        has_more_to_do = worker.is_member and not worker.has_finished
+        is_lost = (result.code != 0 or has_more_to_do) and (is_killed or not is_orderly)
+        is_lost &= not result.preempted
         if self._is_stopping:
-            return self._is_dispensable(worker, result, is_lost=is_lost)
+            return self._is_dispensable(worker, is_lost=is_lost)
         if worker.has_left or (worker.was_asked_to_leave and result.code):
             is_expected = result.preempted or result.code in (0, 128 + signal.SIGTERM)
             if not is_lost and not is_expected:
@@ -348,17 +364,17 @@ class ReplaceLost(RestartPolicy):
             self._on_loss(worker, exit_, now)
         elif result.code == 0:
             self._on_success(worker, exit_)
+            self._check_quorum(now)
             return False
+        elif result.preempted and self._staying():
+            self._attempt.show(f"{result.name} was told to leave; the run goes on")
         else:
             return False
         self._check_quorum(now)
         return True
 
-    def _is_dispensable(
-        self, worker: _SupervisedWorker, result: RankExit, *, is_lost: bool
-    ) -> bool:
+    def _is_dispensable(self, worker: _SupervisedWorker, *, is_lost: bool) -> bool:
         """Return whether the exit of a worker does not matter while the run is stopped."""
-        self._has_saved |= result.preempted
         if self._has_succeeded:
             return True
         if not self._is_preempted or not self._is_formed:
@@ -367,8 +383,8 @@ class ReplaceLost(RestartPolicy):
         return not worker.is_member or (is_lost and (self._has_member() or self._has_saved))
 
     def _on_success(self, worker: _SupervisedWorker, exit_: RecordedExit) -> None:
-        self._finished += worker.is_member
-        self._has_leader_finished |= worker.is_leader
+        self._finished += worker.has_finished
+        self._has_leader_finished |= worker.is_leader and worker.has_finished
         if self._is_formed and not self._has_member():
             # What still starts has come too late.
             if self._has_leader_finished or not self._is_leader_lost:
@@ -452,7 +468,7 @@ class ReplaceLost(RestartPolicy):
             if worker.state is WorkerState.WAITING:
                 self._cancel(worker)
             else:
-                self.restarts -= worker.is_replacement and not worker.is_member
+                self.restarts -= worker.is_replacement and not worker.was_member
         step = self._step or 0
         self._futile_restarts = 0 if step > self._furthest_step else self._futile_restarts + 1
         self._furthest_step = max(step, self._furthest_step)
@@ -472,9 +488,10 @@ class ReplaceLost(RestartPolicy):
         """Fail the run: because of `cause`, the earliest loss, or whatever happened last."""
         cause = cause or next((each.first for each in self._losses.values()), self._last_exit)
         assert cause is not None, "a run in which nothing has ended does not fail"
-        if not cause.result.code:
-            cause = cause._replace(result=replace(cause.result, code=1))
-        self._attempt.fail(cause, message)
+        result = cause.result
+        # Whatever it was: this run fails. It may even have ended as the launcher wanted it to.
+        result = replace(result, code=result.code or 1, was_terminated=False)
+        self._attempt.fail(cause._replace(result=result), message)
 
     def _has_member(self) -> bool:
         return any(each.is_member for each in self._workers.values())
@@ -500,6 +517,8 @@ class ReplaceLost(RestartPolicy):
         dues = [each.due for each in self._workers.values() if each.due is not None]
         if self._without_quorum_since is not None:
             dues.append(self._without_quorum_since + self._quorum_deadline())
+        if self._waiting_since is not None and not self._is_formed:
+            dues.append(self._waiting_since + (self._reminders + 1) * self._quorum_timeout)
         return min(dues, default=None)
 
     def _quorum_deadline(self) -> float:
@@ -523,6 +542,26 @@ class ReplaceLost(RestartPolicy):
             if self._losses or self._has_restarts():
                 members = format_count(self._min_ranks, "member")
                 self._start_over(f"fewer than {members} for {deadline:.3g} s")
+
+        if self._waiting_since is not None and not self._is_formed:
+            self._remind(now - self._waiting_since)
+
+    def _remind(self, waited: float) -> None:
+        """Say which ranks the first step waits for, every minute, and replace them in the end."""
+        if waited < (self._reminders + 1) * self._quorum_timeout:
+            return
+        self._reminders += 1
+        missing = [each.rank for each in self._workers.values() if each.max_members is None]
+        if not missing:
+            return  # the members are forming their group
+        have = "has" if len(missing) == 1 else "have"
+        text = f"{format_ranks(missing)} {have} not created an ElasticRun after {waited:.3g} s"
+        if self._reminders % MAX_REMINDERS:
+            self._attempt.show(f"{text}; the first step waits for that")
+            return
+        self._attempt.show(f"{text}; killing {'it' if len(missing) == 1 else 'them'}")
+        for rank in missing:
+            self._attempt.send(rank, signal.SIGKILL)
 
     def _start(self, worker: _SupervisedWorker, now: float) -> None:
         try:

@@ -101,7 +101,7 @@ def supervise(job: Job, *, screen: Screen, timing: SupervisorTiming | None = Non
     with (
         standard_descriptors(),
         _signals_into(events),
-        _orphan_guard_process(grace=grace) as guard,
+        _orphan_guard_process(grace=grace, mark=job.mark) as guard,
         _restart_policy(job, events, timing) as (policy, channels),
     ):
         began = time.monotonic()
@@ -243,11 +243,11 @@ def _leave_to_wakeup(number: int, frame: object) -> None:
 
 
 @contextmanager
-def _orphan_guard_process(*, grace: float) -> Iterator[IO[bytes]]:
+def _orphan_guard_process(*, grace: float, mark: str) -> Iterator[IO[bytes]]:
     """Run the process that kills the ranks if the launcher is killed; yield its stdin."""
     # -I and -S: no user code is loaded, and it starts as fast as a bare interpreter.
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", _orphan_guard.__file__, str(grace)],
+        [sys.executable, "-I", "-S", _orphan_guard.__file__, str(grace), mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -346,7 +346,7 @@ class _Attempt:
             fd, self._port = listener.fileno(), listener.getsockname()[1]
             # -P: do not import a queue.py from the user's working directory.
             command = [sys.executable, "-P", "-m", "phalanx.launch._store_server", str(fd)]
-            env = self._job.environ
+            env = self._job.store_env()
             self._start(None, command, env=env, stdin=subprocess.DEVNULL, pass_fds=[fd])
 
     def start_rank(self, rank: int, *, incarnation: int) -> None:
@@ -361,6 +361,7 @@ class _Attempt:
                 store=f"127.0.0.1:{self._port}",
                 ranks=self._policy.ranks,
                 min_ranks=job.min_ranks,
+                attempt=self._number,
                 is_initial=self._is_starting,
                 channel=channel.worker_fd,
             )
@@ -576,7 +577,9 @@ class _Attempt:
         self._policy.stop(is_preemption=True)
         self._stop_requested_at = now
         self._deadline = now + self._job.grace
-        self._send_to_ranks(event.number)
+        # Elastic workers leave, and save, on SIGTERM. Others choose what they do on each.
+        is_elastic = self._job.min_ranks is not None
+        self._send_to_ranks(signal.SIGTERM if is_elastic else event.number)
         self.show(f"{signal_name(event.number)}: forwarded to the ranks; a second one kills them")
 
     def _check_timeout(self) -> None:

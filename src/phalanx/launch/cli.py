@@ -24,6 +24,7 @@ from . import run as run_ranks
 from ._checkpoint_cli import checkpoint
 from ._job import GRACE, LINGER, TORCHRUN_OPTIONS, RankCount
 from ._outcome import describe
+from ._restart_policy import MAX_RANKS
 
 __all__ = ["main"]
 
@@ -74,6 +75,9 @@ class _RanksOption(NamedTuple):
 def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> _RanksOption:
     minimum, separator, number = value.rpartition(":")
     words = ([minimum] if separator else []) + ([number] if number != "auto" else [])
+    # int() raises for thousands of digits.
+    if any(word.isdecimal() and (len(word) > 9 or int(word) > MAX_RANKS) for word in words):
+        raise click.BadParameter(f"the number of ranks must be at most {MAX_RANKS}")
     if not all(word.isdecimal() and int(word) >= 1 for word in words):
         raise click.BadParameter(
             f"must be N, MIN:N or 'auto', with positive integers, got {value!r}"
@@ -252,6 +256,9 @@ def ps(*, as_json: bool) -> None:
     """List the elastic runs of this user on this machine.
 
     RANKS is how many are members of the group now, and how many there should be.
+
+    Runs are found in XDG_RUNTIME_DIR, /run/user and the temporary directory. One that was started
+    with another XDG_RUNTIME_DIR or TMPDIR is listed with the same setting.
     """
     from ._control_socket import send_request
     from ._run_directory import find_runs

@@ -625,16 +625,16 @@ def rebuild_in_the_memory_of_the_first_buckets(ctx):
     group = ctx.group("shm")
     net = nn.Sequential(nn.Linear(128, 512), nn.Linear(512, 128))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = ElasticRun(net, optimizer, group=group, micro_batches=8)
     rows = torch.ones(2, 128)
-    with warnings.catch_warnings():
+    with torch_settings(), warnings.catch_warnings():
         warnings.simplefilter("error")  # it would warn that gradients are in ordinary memory
+        run = ElasticRun(net, optimizer, group=group, micro_batches=8)
         for step in run.steps(3):
             for micro in step.micro_batches():
                 micro.backward(net(rows).sum())
             optimizer.zero_grad()
             group._engine._slab._free.clear()  # there is no memory but that of the first buckets
-    run.close()
+        run.close()
 
 
 def test_rebuild_needs_no_more_memory_than_the_first_buckets(ranks):

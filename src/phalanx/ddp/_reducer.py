@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -415,15 +415,16 @@ class Reducer:
 
     def set_gradients(
         self,
-        nodes: Sequence[Sequence[Tensor]],
+        nodes: Sequence[Mapping[str, Tensor]],
         add_up: Callable[[list[Tensor]], Tensor],
-        used: Collection[int],
+        used: Collection[str],
     ) -> None:
         """Set ``.grad`` from sums of micro-batches, instead of a pass that failed.
 
-        `nodes` are those that this rank contributes, each with its gradients by parameter. `add_up`
-        takes them as flat tensors, or one of any values if there are none, and returns the sum over
-        all ranks. `used`: the parameters that any micro-batch had a gradient for, by index.
+        `nodes` are those that this rank contributes, each with its gradients by the names of
+        parameters: another reducer may have summed them, which had frozen ones, too. `add_up` takes
+        them as flat tensors, or one of any values if there are none, and returns the sum over all
+        ranks. `used`: the parameters that any micro-batch had a gradient for.
         """
         for bucket in self.buckets:
             if not bucket.members:
@@ -431,13 +432,15 @@ class Reducer:
             rows = []
             for node in nodes:
                 row = bucket.flat_views(torch.zeros_like(bucket.buffer))
-                torch._foreach_copy_(row.views, [node[i] for i in bucket.members])
+                for i, view in zip(bucket.members, row.views, strict=True):
+                    if (gradient := node.get(self.names[i])) is not None:
+                        view.copy_(gradient)
                 rows.append(row.flat)
             bucket.buffer.copy_(add_up(rows or [bucket.buffer]))
             for i, parameter, gradient in zip(
                 bucket.members, bucket.parameters, bucket.grads, strict=True
             ):
-                parameter.grad = gradient if i in used else None
+                parameter.grad = gradient if self.names[i] in used else None
         self.expects_backward = False
 
     def _make_pass(

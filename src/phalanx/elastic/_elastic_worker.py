@@ -124,6 +124,8 @@ class ElasticWorker:
             max_members=max_members,
         )
         self._generations.claim_worker()
+        self.has_run_begun = env.attempt > 0 or not env.is_initial
+        """Whether workers were started before this one and those that started with it."""
         self.is_initial_leader = env.is_initial and self._generations.member.global_rank == 0
         """Whether this worker logs for all before there are members."""
         self.is_member = False
@@ -136,7 +138,7 @@ class ElasticWorker:
         self._regrouped_section = 0
         """The last section that survivors have formed a group in."""
         self._pid = os.getpid()
-        self._is_finished = False
+        self._is_finished = self._has_failed = False
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
         atexit.register(self._on_exit)
@@ -168,7 +170,7 @@ class ElasticWorker:
         # The others would make the same mistake: they raise this cause, and do not recover.
         if os.getpid() == self._pid:
             why = f"{kind.__name__}: {error}"
-            self._generations.mark_failed(why)
+            self.mark_failed(why)
             self._generations.abort(f"{why} (uncaught)")
         self._previous_hook(kind, error, trace)
 
@@ -176,10 +178,17 @@ class ElasticWorker:
         if self._is_finished and os.getpid() == self._pid:
             self._generations.mark_over()
 
-    def finish(self, run: ElasticRun) -> None:
-        """Note that this worker has completed all steps."""
+    def note_committed(self, run: ElasticRun) -> None:
+        """Tell members that are behind that the last section is committed."""
         self._generations.note_committed(run._run_state.section)
+
+    def finish(self, run: ElasticRun) -> None:
+        """Note that this worker has completed all steps, or as many as its script wants."""
+        if self._has_failed:  # an uncaught exception, too, ends the loop over steps
+            return
+        self.note_committed(run)
         self._is_finished = True
+        self._channel.tell("finished")
 
     def close(self) -> None:
         self._generations.close()
@@ -188,6 +197,7 @@ class ElasticWorker:
         self._channel.tell_progress(run.completed_steps + 1)
 
     def mark_failed(self, why: str) -> None:
+        self._has_failed = True
         self._generations.mark_failed(why)
 
     def raise_unless_recoverable(self, error: BaseException) -> None:
@@ -289,6 +299,7 @@ class ElasticWorker:
         is_new, self._is_new = self._is_new, False
         if self._is_finished:  # by an earlier call of run.steps()
             self._is_finished = False
+            self._channel.tell("continuing")
             if generations.is_leaving:
                 self._channel.tell("leaving")
         is_due = run._run_state.agreed_requests > generations.handled_requests or self._must_plan
@@ -321,6 +332,7 @@ class ElasticWorker:
             step = run.completed_steps
             how = f"saving step {step}" if saved else f"step {step}; not saved: no run.restore()"
             print(f"{PREEMPTED_MESSAGE} after {how}", file=sys.stderr, flush=True)
+            self._channel.tell("saved")
         raise SystemExit(PREEMPTED_EXIT_CODE)
 
     def _announce(

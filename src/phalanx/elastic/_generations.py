@@ -104,7 +104,7 @@ class ElasticTiming:
     request_timeout: float = 2.0
     """For one request to the store. One that is not answered is made again."""
     futile_regroups: int = 20
-    """How many regroups in a row may find no lost member."""
+    """How many regroups of one section in a row may find no lost member."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Generations:
         """How many requests to join or leave this worker knows of."""
         self.is_leaving = False
         """Whether this worker is to leave; set by a signal handler."""
-        self._futile = 0
+        self._futile = self._futile_section = 0  # regroups without a loss, and where
         self._watch_stop = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -523,12 +523,14 @@ class Generations:
             except PhalanxError:  # also that others form another group: they know of other deaths
                 if self._has("failed"):
                     raise
+                time.sleep(self._timing.poll_interval)
                 if time.monotonic() >= deadline:
                     if not self._fence_silent(survivors, section):
                         raise
                     deadline = time.monotonic() + self._timeout
                 continue
-            self._futile = self._futile + 1 if survivors == self.members else 0
+            is_futile = survivors == self.members and section == self._futile_section
+            self._futile, self._futile_section = self._futile + 1 if is_futile else 0, section
             if self._futile > self._timing.futile_regroups:
                 group.abort("groups of these workers fail although none of them dies")
                 raise error

@@ -184,6 +184,11 @@ class Step:
         self._open_loop = MicroBatchLoop(run, self, loader)
         return iter(self._open_loop)
 
+    @property
+    def _is_complete(self) -> bool:
+        """Whether its loops, so far, are over."""
+        return self._open_loop is None and self._completed_loops > 0
+
     def _check_complete(self, caller: str) -> None:
         """Raise, on all ranks, if something else is called before a loop has ended."""
         loop = self._open_loop
@@ -219,6 +224,7 @@ class MicroBatchLoop:
         self._results: dict[int, tuple[float, float]] = {}
         """The loss and the weight of the micro-batches that this rank has run, by number."""
         self._signature = 0
+        self._raised = ""  # by a backward pass; the loop must not go on after it
         self._fold = run._fold
         self._held: dict[Node, NodeSums] = {}
         """The sums that this rank has, after a rank was lost."""
@@ -230,7 +236,7 @@ class MicroBatchLoop:
         self._known_requests = 0  # the most that any rank knows of
         self._seconds = 0.0
         self._all_seconds: list[float] = []  # per micro-batch, by rank
-        self._used: set[int] = set()
+        self._used: set[str] = set()  # the parameters that got a gradient here, after a loss
         self._has_run = False  # all micro-batches of this rank's block
         self._records: list[dict[str, Any]] = []  # what the survivors have, after a rank was lost
 
@@ -246,6 +252,7 @@ class MicroBatchLoop:
         has_regrouped = run._has_regrouped()
         try:
             if not has_regrouped:
+                run._ensure_reducer()
                 run._reducer.begin_fold(run._fold)
         except (GroupError, RendezvousError) as error:
             run._raise_unless_recoverable(error)
@@ -280,6 +287,12 @@ class MicroBatchLoop:
             began = time.perf_counter()
             yield micro
             self._seconds += time.perf_counter() - began
+            if self._raised:
+                self.fail(
+                    f"the backward pass of micro-batch {number} of step {step.number} raised "
+                    f"{self._raised}, and the loop went on. Its gradients are incomplete: do not "
+                    "catch exceptions of micro.backward() in the loop"
+                )
             if micro._backward_calls == 0:
                 self.fail(
                     f"micro-batch {number} of step {step.number} had no backward pass. Call "
@@ -318,7 +331,7 @@ class MicroBatchLoop:
     def _set_previous_aside(self) -> list[tuple[Tensor, Tensor]]:
         """Take gradients that were not zeroed, to add those of this loop to them."""
         previous: list[tuple[Tensor, Tensor]] = []
-        for parameter in self._run._reducer.parameters:
+        for _, parameter in self._run._named:
             if parameter.grad is not None:
                 # A copy, since it may be a view of a bucket.
                 previous.append((parameter, parameter.grad.detach().clone()))
@@ -375,6 +388,9 @@ class MicroBatchLoop:
         except GroupError as error:  # the gradients of this rank are folded all the same
             run._raise_unless_recoverable(error)
             self._failure = error
+        except Exception as error:
+            self._raised = f"{type(error).__name__}: {error}"
+            raise
         finally:
             _running.is_managed = outer
 
@@ -532,12 +548,12 @@ class MicroBatchLoop:
         The first fold's slots belong to the old reducer, which nothing writes to any more: views
         suffice.
         """
-        self._used |= fold.used
-        buckets = self._run._reducer.buckets
+        reducer = self._run._reducer
+        self._used |= {reducer.names[i] for i in fold.used}
         nodes = fold.nodes()
         buffers = self._run._buffers.take_nodes() if clones else self._run._buffers.nodes()
         for node, of_buffers in zip(nodes, buffers or [[]] * len(nodes), strict=True):
-            gradients = node_gradients(node, buckets, clones=clones)
+            gradients = node_gradients(node, reducer, clones=clones)
             self._held[node.lo, node.hi] = NodeSums(gradients, of_buffers)
 
     def _recover(self, error: GroupError | RendezvousError | None) -> Iterator[MicroBatch]:
@@ -556,6 +572,7 @@ class MicroBatchLoop:
                 if error is not None and not run._regroup(error):
                     assert self._outcome is not None, COMMITTED_WITHOUT_ALL
                     return
+                run._ensure_reducer()
                 while (cover := self._exchange_held()).missing:
                     yield from self._redo(cover.to_redo(run._comm.rank))
                 self._sum_held(cover)
@@ -568,7 +585,7 @@ class MicroBatchLoop:
         run = self._run
         if faultpoints.armed:
             faultpoints.reach("elastic:redo")
-        for parameter in run._reducer.parameters:
+        for _, parameter in run._named:
             parameter.grad = None  # it may have the sum of a loop that was not committed
         count = sum(map(len, ranges))
         self.planned += count
@@ -605,7 +622,7 @@ class MicroBatchLoop:
         losses, weights = zip(*(results[i] for i in range(run.micro_batches)), strict=True)
         divisor = float(run.micro_batches) if weights[0] == NO_WEIGHT else 1.0
         contributed = [self._held[node] for node in cover.nodes_of(run._comm.rank)]
-        used = {i for each in records for i in each["used"]}
+        used = {name for each in records for name in each["used"]}
         with torch.no_grad():
             run._reducer.set_gradients(
                 [each.gradients for each in contributed],

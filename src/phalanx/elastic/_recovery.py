@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from ..ddp._buckets import Bucket
 from ..ddp._communicator import SLICE_GRAIN, Communicator, sum_rows
 from ..ddp._gradient_fold import FoldedNode
+from ..ddp._reducer import Reducer
 from ..ddp._summation_tree import Node, fold_nodes
 from ._division import share_of
 
@@ -30,7 +30,7 @@ from ._division import share_of
 class NodeSums(NamedTuple):
     """The sums of the micro-batches of a node, on this rank."""
 
-    gradients: list[Tensor]  # by parameter; a missing one is the identity of the sum
+    gradients: dict[str, Tensor]  # by parameter; a missing one is the identity of the sum
     buffers: list[Tensor]  # as `BufferAverage.take_nodes` returns them
 
 
@@ -84,14 +84,16 @@ class Cover:
         return merges
 
 
-def node_gradients(node: FoldedNode, buckets: Sequence[Bucket], *, clones: bool) -> list[Tensor]:
-    """Return the gradients of a node by parameter, as views or as copies."""
-    count = sum(len(bucket.members) for bucket in buckets)
-    gradients: list[Tensor] = [torch.empty(0)] * count
-    for bucket, sums in zip(buckets, node.sums, strict=True):
-        for i, view in zip(bucket.members, sums.views, strict=True):
-            gradients[i] = view.clone() if clones else view
-    return gradients
+def node_gradients(node: FoldedNode, reducer: Reducer, *, clones: bool) -> dict[str, Tensor]:
+    """Return the gradients of a node by the names of parameters, as views or as copies.
+
+    By name: after a regroup the reducer may have fewer parameters, if some were frozen.
+    """
+    return {
+        reducer.names[i]: view.clone() if clones else view
+        for bucket, sums in zip(reducer.buckets, node.sums, strict=True)
+        for i, view in zip(bucket.members, sums.views, strict=True)
+    }
 
 
 def sum_cover(comm: Communicator, rows: Sequence[Tensor], cover: Cover, divisor: float) -> Tensor:

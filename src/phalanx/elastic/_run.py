@@ -179,6 +179,8 @@ class ElasticRun:
             micro_batches=self.micro_batches,
         )
         self._has_reducer = False
+        self._progress: tuple[list[str], list[int] | None] = [], None
+        """The names of the parameters of the last reducer, and its progress."""
         self._owns_group = False
         env = read_elastic_env()
         if env is None or group is not None:
@@ -228,6 +230,7 @@ class ElasticRun:
 
     def _divide_equally(self) -> None:
         self._plan = SummationPlan(self._comm.rank, self._comm.size, self.micro_batches)
+        self._fold = GradientFold(self._comm, self._plan)
         self._rebalancing = None
         if self._may_rebalance and self._comm.size > 1:
             shares = [len(block) for block in self._plan.blocks]
@@ -251,7 +254,6 @@ class ElasticRun:
 
     def _make_reducer(self) -> None:
         """Make what reduces the gradients of the current group; all its ranks call this."""
-        self._fold = GradientFold(self._comm, self._plan)
         options = BucketOptions(
             caps=resolve_bucket_caps(self._bucket_cap_mb, None, shared=self._comm.shares_memory),
             sparse=self._sparse,
@@ -393,7 +395,12 @@ class ElasticRun:
                 self._worker.change_members(self)
             step = self._current_step = Step(self, self._run_state.position.steps + 1)
             seed_generators(derive_seed(self.seed, "begin", step.number))
-            yield step
+            try:
+                yield step
+            except GeneratorExit:  # the script left the loop over steps
+                if self._worker is not None and step._is_complete:
+                    self._worker.finish(self)
+                raise
             if self._current_step is not step:
                 raise InvalidState("run.steps() or run.restore() was called within a step")
             step._check_complete("the next step of run.steps()")
@@ -457,6 +464,7 @@ class ElasticRun:
         results = self._run_state.evaluations
         if self._evaluation_calls > len(results):
             results.append(self._evaluate_section(fn, loader))
+            self._worker.note_committed(self)
         return copy.deepcopy(results[self._evaluation_calls - 1])
 
     def _evaluate_section(self, fn: Callable[[Any], Any], loader: ElasticLoader) -> Any:
@@ -534,26 +542,39 @@ class ElasticRun:
     def _attach(self, group: ProcessGroup) -> None:
         """Continue with another group; all of its ranks call this.
 
-        Rank 0 also sends what no state dict has: the reducer's order and which parameters are
-        frozen.
+        A worker without the state of the run also learns which parameters the others have frozen,
+        which no state dict has. Members may be a section apart, and their scripts may freeze or
+        unfreeze some in between: they keep theirs.
         """
-        trainable = [name for name, parameter in self._named if parameter.requires_grad]
-        progress = None
-        if self._has_reducer and self._reducer.names == trainable:
-            progress = self._reducer.progress()
+        if self._has_reducer:
+            self._progress = self._reducer.names, self._reducer.progress()
         self._close_reducer()
         self._comm = Communicator(group, self._device)
         self._divide_equally()
         self._buffers.attach(self._comm, self._plan)
-        first, trainable = json.loads(self._comm.exchange(json.dumps([progress, trainable]))[0])
-        for name, parameter in self._named:  # of a worker that joins after the script froze some
+        trainable = json.loads(self._comm.exchange(json.dumps(self._trainable()))[0])
+        for name, parameter in () if self._is_member else self._named:
             if parameter.requires_grad != (name in trainable):
                 parameter.requires_grad_(name in trainable)
+        for loader in self.loaders:
+            loader._set_block(self._plan.block.lo, self._plan.block.hi)
+
+    def _trainable(self) -> list[str]:
+        return [name for name, parameter in self._named if parameter.requires_grad]
+
+    def _ensure_reducer(self) -> None:
+        """Make the reducer of the current group, if there is none; all ranks of a section call it.
+
+        Rank 0 sends the order of its gradients, so that nobody has to learn it again.
+        """
+        if self._has_reducer:
+            return
+        names, progress = self._progress
+        mine = progress if names == self._trainable() else None
+        first = json.loads(self._comm.exchange(json.dumps(mine))[0])
         self._make_reducer()
         if first is not None:
             self._reducer.load_progress(first)
-        for loader in self.loaders:
-            loader._set_block(self._plan.block.lo, self._plan.block.hi)
 
     def _send_state(self) -> None:
         """Send the state of this worker, rank 0, to the others."""
@@ -567,24 +588,41 @@ class ElasticRun:
     # -- checkpoints -----------------------------------------------------------------------
 
     def restore(
-        self, directory: str | os.PathLike[str], *, step: int | None = None, **options: Any
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        rewind: bool = False,
+        **options: Any,
     ) -> int:
         """Continue from the newest checkpoint in a directory, or from a given step of it.
 
-        Returns the number of steps that the run has made; 0 if the directory has no checkpoint. The
-        checkpoint may be of any world size. `save` and `save_every` save there. Other options are
-        those of `CheckpointManager`. To save again after an older step was restored, remove the
-        later ones first: ``run.checkpoints.rewind(step)``.
+        Returns the number of completed steps; 0 if the directory has no checkpoint. The checkpoint
+        may be of any world size. `save` and `save_every` save there. Other options are those of
+        `CheckpointManager`. To save again after an older step was restored, remove the later ones:
+        ``rewind=True``. In an elastic run that has lost ranks, `step` and `rewind` have had their
+        effect: what starts later continues from the newest checkpoint, or from a member.
         """
+        if rewind and step is None:
+            raise InvalidArgument("rewind=True needs step=, the step to continue from")
         self._end_step()
         if self._checkpoints is not None:
             self._checkpoints.close()
         if self._has_dynamic_membership:
             if self._is_member:
                 raise InvalidState("call run.restore() before the first step of an elastic run")
+            assert self._worker is not None
+            if self._worker.has_run_begun:
+                step, rewind = None, False
             self._reload_checkpoint = partial(self._restore, directory, step, options)
-            return self._reload_checkpoint()
-        return self._restore(directory, step, options)
+            steps = self._reload_checkpoint()
+            rewind &= self._worker.is_initial_leader
+        else:
+            steps = self._restore(directory, step, options)
+        if rewind and step is not None:
+            assert self._checkpoints is not None
+            self._checkpoints.rewind(step)
+        return steps
 
     def _restore(
         self, directory: str | os.PathLike[str], step: int | None, options: dict[str, Any]
@@ -604,6 +642,7 @@ class ElasticRun:
         # First, so that nothing has changed if it raises.
         saved = checkpoints.load(step, {"elastic": None})["elastic"]
         self._report_differences(state.differences(saved))
+        state.add_parameter_groups(saved)
         loaded = checkpoints.load(step, {**state.objects(), "buffers": None})
         state.resume(saved, loaded["buffers"])
         self._saved_step = self._written_step = state.position.steps

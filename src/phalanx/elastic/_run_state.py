@@ -34,6 +34,7 @@ from ..checkpoint import Replicated
 from ..checkpoint._state_encoding import decode, encode
 from ..checkpoint._state_tree import Node, TensorLeaf, leaves, parse_state, rebuild_state
 from ..checkpoint._tensor_file import DTYPES
+from ..ddp import ShardedOptimizer
 from ..ddp._communicator import Communicator, chunk_tensors
 from ._buffers import BufferAverage, is_expanded
 from ._loader import ElasticLoader
@@ -50,6 +51,31 @@ class RunPosition(NamedTuple):
 
     steps: int  # that it has made
     loops: int  # of the last of them
+
+
+class ExactOptimizer:
+    """An optimizer whose state has the bits that it was saved with.
+
+    torch's `load_state_dict` casts floating-point state to the dtype of its parameter, which
+    changes, say, the products that NAdam keeps in float32.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)
+        numbers = [i for group in state["param_groups"] for i in group["params"]]
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for i, parameter in zip(numbers, parameters, strict=True):
+            own = self._optimizer.state[parameter] if i in state["state"] else {}
+            for key, value in state["state"].get(i, {}).items():
+                dtype = getattr(own.get(key), "dtype", None)
+                if isinstance(value, Tensor) and dtype not in (None, value.dtype):
+                    own[key] = value.to(own[key].device, copy=True)
 
 
 class RunState:
@@ -91,7 +117,10 @@ class RunState:
 
     def objects(self) -> dict[str, Any]:
         """Return the objects to save, for every rank the same."""
-        optimizers = {str(i): each for i, each in enumerate(self._optimizers)}
+        optimizers = {
+            str(i): each if isinstance(each, ShardedOptimizer) else ExactOptimizer(each)
+            for i, each in enumerate(self._optimizers)
+        }
         return {
             "model": Replicated(self._model),
             "optimizers": Replicated(optimizers),
@@ -111,9 +140,27 @@ class RunState:
                 "micro_batches": self._micro_batches,
                 "loaders": loaders + self.loader_states[len(loaders) :],
                 "gradients": [n for n, p in self._named if p.grad is not None],
+                "parameter_groups": self._parameter_groups(),
                 "fingerprint": current_fingerprint(self._device),
             },
         }
+
+    def _parameter_groups(self) -> list[list[list[str]]]:
+        """Return the names of the parameters of each group of each optimizer."""
+        names = {id(parameter): name for name, parameter in self._named}
+        return [
+            [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
+
+    def add_parameter_groups(self, saved: dict[str, Any]) -> None:
+        """Add the groups that a script had added to its optimizers when a state was taken."""
+        parameters = dict(self._named)
+        for optimizer, groups in zip(
+            self._optimizers, saved.get("parameter_groups", ()), strict=False
+        ):
+            for names in groups[len(optimizer.param_groups) :]:
+                optimizer.add_param_group({"params": [parameters[name] for name in names]})
 
     def values(self, now: RunPosition) -> dict[str, Any]:
         """Return what a checkpoint has, without what tells ranks how to save it."""
@@ -170,8 +217,9 @@ class RunState:
 
     def load_transferred(self, state: dict[str, Any]) -> None:
         self._model.load_state_dict(state["model"])
+        self.add_parameter_groups(state["elastic"])
         for i, optimizer in enumerate(self._optimizers):
-            optimizer.load_state_dict(state["optimizers"][str(i)])
+            ExactOptimizer(optimizer).load_state_dict(state["optimizers"][str(i)])
         for name, each in self._others.items():
             each.load_state_dict(state["state"][name])
         self.section, self.agreed_requests = state["section"], state["agreed_requests"]

@@ -177,3 +177,70 @@ def test_one_rank_is_the_leader_before_the_first_step_of_every_attempt(tmp_path)
     assert outcome.exit_code == 0, outcome
     attempts = 1 + outcome.output.count("restarting all from the newest checkpoint")
     assert outcome.output.count("leader:") == attempts, outcome
+
+
+@pytest.mark.parametrize("name", ["frozen", "nadam", "groups"])
+def test_state_that_a_script_changes_on_its_way_survives_losses(tmp_path, name):
+    """Parameters that are frozen, optimizer state of another dtype, parameter groups."""
+    nadam = "optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)"
+    changes = {
+        "frozen": ("", "model[0].requires_grad_(step.number < 3)"),
+        "nadam": (f"model, inputs = model.bfloat16(), inputs.bfloat16(); {nadam}", "pass"),
+        "groups": (
+            "optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-2)",
+            "step.number == 3 and optimizer.add_param_group({'params': model[3].parameters()})",
+        ),
+    }
+    before, within = changes[name]
+    body = f"""
+    import os
+    {before}
+    run, loader = make()
+    is_alone = "PHALANX_ELASTIC" not in os.environ
+    for step in run.steps(60):
+        {within}
+        train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.number > 5:
+            wait_for_replacements(run, is_alone)
+    print("result:", run.hash())
+    """
+    faults = [
+        Fault("elastic:forward", kill(), rank=1, nth=9),
+        Fault("elastic:commit", kill(), rank=2, nth=5),
+    ]
+    expected, outcome = outcome_of(tmp_path, body, *faults)
+    assert _results(outcome.output) == expected, outcome
+    assert outcome.output.count("result:") == 3, "replacements have it, too"
+
+
+def test_a_replacement_does_not_need_the_step_that_the_run_was_restored_from(tmp_path):
+    body = f"""
+    import os
+
+    def make_steps(total):
+        for step in run.steps(total):
+            train(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.save_every(3)
+            if step.number > 9:
+                wait_for_replacements(run, is_alone)
+
+    run, loader = make()
+    is_alone = "PHALANX_ELASTIC" not in os.environ
+    places = [os.path.join({str(tmp_path)!r}, name) for name in ("elastic", "alone")]
+    if is_alone:
+        for place in places:
+            run.restore(place)
+        make_steps(6)  # saved in the second place
+        run.save(places[0])
+    run.restore(places[is_alone], step=3 if is_alone else 6, rewind=True, keep_last=1)
+    make_steps(60)
+    print("result:", run.hash())
+    """
+    fault = Fault("elastic:forward", kill(), rank=2, nth=11)
+    expected, outcome = outcome_of(tmp_path, body, fault)
+    assert _results(outcome.output) == expected, outcome
+    assert not (tmp_path / "elastic" / "step-00000006").exists(), "it is pruned long before"

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from phalanx.elastic import ElasticRun
 from phalanx.errors import GroupAborted, InvalidArgument, InvalidState, PeerLeft, RankMismatch
-from phalanx.testing import ThreadRanks
+from phalanx.testing import RankFailures, ThreadRanks
 
 from .training import torch_settings
 
@@ -434,3 +435,87 @@ def test_ranks_with_other_buffers_or_options_do_not_start():
 
     on_threads(other_shape)
     on_threads(other_cap)
+
+
+def test_a_caught_exception_of_a_backward_pass_fails_the_step():
+    """Its gradients are incomplete, and with one rank nobody would notice."""
+
+    def body(group):
+        run = small_run(group)
+
+        def refuse(_):
+            raise RuntimeError("out of memory")
+
+        for step in run.steps(1):
+            for micro in step.micro_batches():
+                loss = run.model.weight.sum()
+                if micro.number == 3:
+                    loss.register_hook(refuse)
+                with suppress(RuntimeError):
+                    micro.backward(loss)
+
+    for ranks in (1, 2):
+        with pytest.raises(RankFailures, match="raised RuntimeError: out of memory, and the loop"):
+            on_threads(body, ranks)
+
+
+def test_optimizer_state_keeps_its_dtype_in_a_restore(tmp_path):
+    """torch casts it to that of the parameter."""
+
+    def body(group):
+        def train(run, total):
+            make_steps(run, total)
+            return run.hash()
+
+        def make():
+            module = nn.Linear(3, 2).bfloat16()
+            nn.init.constant_(module.weight, 0.3)
+            nn.init.constant_(module.bias, 0.2)
+            optimizer = torch.optim.NAdam(module.parameters(), lr=0.1)
+            return ElasticRun(module, optimizer, group=group, micro_batches=4)
+
+        expected = train(make(), 8)
+        first, second = make(), make()
+        first.restore(tmp_path)
+        train(first, 3)
+        first.save()
+        assert second.restore(tmp_path) == 3
+        assert train(second, 8) == expected
+
+    on_threads(body, 1)
+
+
+def test_parameter_groups_that_were_added_are_restored(tmp_path):
+    def body(group):
+        def make():
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            optimizer = torch.optim.SGD(module[0].parameters(), lr=0.1, momentum=0.9)
+            return ElasticRun(module, optimizer, group=group, micro_batches=4)
+
+        run = make()
+        run.optimizers[0].add_param_group({"params": run.model[1].parameters(), "lr": 0.01})
+        run.restore(tmp_path)
+        make_steps(run, 2)
+        run.save()
+        other = make()
+        other.restore(tmp_path)
+        assert [each["lr"] for each in other.optimizers[0].param_groups] == [0.1, 0.01]
+        assert other.hash() == run.hash()
+
+    on_threads(body, 1)
+
+
+def test_rewind_removes_the_steps_after_the_restored_one(tmp_path):
+    def body(group):
+        run = small_run(group)
+        run.restore(tmp_path)
+        for total in (1, 2, 3):
+            make_steps(run, total)
+            run.save()
+        assert run.restore(tmp_path, step=1, rewind=True) == 1
+        assert run.checkpoints.steps() == [1]
+        with pytest.raises(InvalidArgument, match="rewind=True needs step="):
+            run.restore(tmp_path, rewind=True)
+
+    on_threads(body, 2)

@@ -620,9 +620,17 @@ class ElasticRun:
         else:
             steps = self._restore(directory, step, options)
         if rewind and step is not None:
-            assert self._checkpoints is not None
-            self._checkpoints.rewind(step)
+            self._rewind(directory, step)
         return steps
+
+    def _rewind(self, directory: str | os.PathLike[str], step: int) -> None:
+        # A manager of its own: one that has changed the directory keeps others from saving there.
+        group = _alone() if self._has_dynamic_membership else self.group
+        checkpoints = CheckpointManager(directory, group=group)
+        try:
+            checkpoints.rewind(step)
+        finally:
+            checkpoints.close()
 
     def _restore(
         self, directory: str | os.PathLike[str], step: int | None, options: dict[str, Any]

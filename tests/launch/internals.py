@@ -5,7 +5,7 @@ from phalanx.checkpoint._checkpoint_directory import LocalCheckpointDirectory
 from phalanx.checkpoint._manifest import Manifest
 from phalanx.env import _quotas
 from phalanx.groups import _store
-from phalanx.launch import _checkpoint_commands, _doctor, _error_reports
+from phalanx.launch import _checkpoint_commands, _doctor, _error_reports, _orphan_guard
 from phalanx.launch._child_process import RecordedExit
 from phalanx.launch._control_socket import ControlServer, send_request
 from phalanx.launch._doctor import (
@@ -52,6 +52,7 @@ __all__ = [
     "_checkpoint_commands",
     "_doctor",
     "_error_reports",
+    "_orphan_guard",
     "_quotas",
     "_store",
     "analyze_script",

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import pytest
 
 from .conftest import eventually, is_alive, read_pid
-from .internals import signals_into
+from .internals import _orphan_guard, signals_into
 
 # Writes its pid and waits; the setup for signals and children is filled in.
 WAITING = """
@@ -330,3 +330,30 @@ def test_a_process_that_is_forked_meanwhile_has_signals_of_its_own():
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     assert events.empty()
+
+
+def test_the_guard_finds_processes_that_it_was_not_told_of():
+    """The launcher may be killed between starting a process and telling the guard."""
+    mark = f"PHALANX_TEST_MARK={os.getpid()}"
+    name, _, value = mark.partition("=")
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    started = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, env={**os.environ, name: each}, start_new_session=True
+        )
+        for each in (value, f"{value}0")
+    ]
+    for each in started:
+        each.stdout.read(1)
+    subprocess.run(
+        [sys.executable, "-I", "-S", _orphan_guard.__file__, "5", mark],
+        stdin=subprocess.DEVNULL,
+        timeout=20,
+        check=True,
+    )
+    ours, other = started
+    assert ours.wait(10) == -signal.SIGTERM
+    assert other.poll() is None
+    other.kill()
+    for each in started:
+        each.communicate()

@@ -113,8 +113,8 @@ class ElasticEnv:
     """How many workers the launcher has started, or starts, together."""
     min_ranks: int
     """The run pauses while fewer workers are members."""
-    attempt: int
-    """How often the launcher had started all workers over."""
+    has_begun: bool
+    """Whether any worker of the run has been a member before this one was started."""
     is_initial: bool
     """Whether the launcher started it with all others, and not to replace or to add a worker."""
     channel: int

@@ -423,7 +423,7 @@ def test_a_minimum_that_no_step_can_have_is_refused(monkeypatch):
         store="127.0.0.1:1",
         ranks=2,
         min_ranks=2,
-        attempt=0,
+        has_begun=False,
         is_initial=True,
         channel=fd,
     )

@@ -150,7 +150,7 @@ def test_workers_are_described_in_their_environment(start):
             store=elastic.store,
             ranks=elastic.ranks,
             min_ranks=2,
-            attempt=0,
+            has_begun=rank == 3,
             is_initial=rank < 3,
             channel=elastic.channel,
         )

@@ -618,13 +618,13 @@ def test_the_end_of_a_member_without_its_exit_handlers_is_a_loss():
     assert run.exit(1, 0) is False
 
 
-def test_a_leader_that_ends_early_has_not_finished():
+def test_a_leader_that_ends_in_order_has_finished():
+    """A script may stop early, and its own way."""
     run = Run(2)
     run.lead(0)
     run.exit(0, 0, ended=True)
     run.exit(1)
-    assert run.attempt.end == "killed"
-    assert "restarting all" in run.attempt.messages[-1]
+    assert run.attempt.end == "finished"
 
 
 def test_more_steps_after_the_last_one():
@@ -632,13 +632,6 @@ def test_more_steps_after_the_last_one():
     run.tell(1, "finished")
     run.tell(1, "continuing")
     assert run.exit(1, 0) is True
-
-
-def test_too_few_members_after_one_ended_early():
-    run = Run(2, min_ranks=2)
-    run.exit(1, 0, ended=True)
-    run.pass_time(61)
-    assert run.attempt.end == "killed"
 
 
 def test_a_run_fails_even_if_the_launcher_ended_its_last_process():
@@ -675,13 +668,19 @@ def test_a_replacement_that_was_a_member_is_counted_when_the_run_starts_over():
 def test_ranks_that_the_first_step_waits_for_are_named_and_then_killed():
     run = Run(3, min_ranks=3, members=False)
     run.ready(0)
+    run.tell(1, "created")
     run.pass_time(61)
-    assert run.attempt.messages[-1] == (
-        "ranks 1, 2 have not created an ElasticRun after 61 s; the first step waits for that"
-    )
-    run.ready(1)
-    for _ in range(9):
-        assert not run.attempt.sent
+    assert run.attempt.messages[-1] == "ranks 1, 2 have not reached the first step after 61 s"
+    for _ in range(8):
         run.pass_time(60)
-    assert "rank 2 has not created an ElasticRun" in run.attempt.messages[-1]
-    assert run.attempt.sent == [(2, signal.SIGKILL)]
+    assert not run.attempt.sent
+    run.pass_time(60)
+    assert run.attempt.messages[-1] == "killing rank 2: it has not created an ElasticRun"
+    assert run.attempt.sent == [(2, signal.SIGKILL)], "rank 1 may be reading its data"
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_preempted_rank_is_replaced_if_the_others_are_too_few(restarts):
+    run = Run(2, min_ranks=2, max_restarts=restarts)
+    assert run.exit(1, 75, ended=True) is bool(restarts)
+    assert run.policy.is_waiting is bool(restarts)

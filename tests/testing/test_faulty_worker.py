@@ -77,7 +77,7 @@ def test_a_worker_is_known_by_its_launcher():
         store="127.0.0.1:1",
         ranks=3,
         min_ranks=1,
-        attempt=0,
+        has_begun=False,
         is_initial=False,
         channel=3,
     )

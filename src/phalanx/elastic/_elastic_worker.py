@@ -124,8 +124,8 @@ class ElasticWorker:
             max_members=max_members,
         )
         self._generations.claim_worker()
-        self.has_run_begun = env.attempt > 0 or not env.is_initial
-        """Whether workers were started before this one and those that started with it."""
+        self.has_run_begun = env.has_begun
+        """Whether the run had members before this process was started."""
         self.is_initial_leader = env.is_initial and self._generations.member.global_rank == 0
         """Whether this worker logs for all before there are members."""
         self.is_member = False
@@ -175,7 +175,8 @@ class ElasticWorker:
         self._previous_hook(kind, error, trace)
 
     def _on_exit(self) -> None:
-        if self._is_finished and os.getpid() == self._pid:
+        # An uncaught exception ends the loop over steps, too, but not the run.
+        if self._is_finished and not self._has_failed and os.getpid() == self._pid:
             self._generations.mark_over()
 
     def note_committed(self, run: ElasticRun) -> None:
@@ -184,11 +185,9 @@ class ElasticWorker:
 
     def finish(self, run: ElasticRun) -> None:
         """Note that this worker has completed all steps, or as many as its script wants."""
-        if self._has_failed:  # an uncaught exception, too, ends the loop over steps
-            return
-        self.note_committed(run)
         self._is_finished = True
         self._channel.tell("finished")
+        self.note_committed(run)
 
     def close(self) -> None:
         self._generations.close()

@@ -279,10 +279,11 @@ class Generations:
 
     # -- joining -----------------------------------------------------------------------------
 
-    def join(self, reload: Callable[[], object] | None) -> Plan:
+    def join(self, reload: Callable[[bool], object] | None) -> Plan:
         """Wait until this worker is a member; return the plan that made it one.
 
-        `reload` restores a checkpoint, for a generation none of whose members has the state.
+        `reload` restores a checkpoint, for a generation none of whose members has the state; it is
+        told whether this is the first one of the attempt.
         """
         self._request_to_join()
         while True:
@@ -313,7 +314,7 @@ class Generations:
         if faultpoints.armed:
             faultpoints.reach("elastic:join")
 
-    def _await_plan(self, reload: Callable[[], object] | None) -> Plan:
+    def _await_plan(self, reload: Callable[[bool], object] | None) -> Plan:
         """Wait for a plan with this worker in it; bootstrap a generation if there is none."""
         mine, began, seen = self.member.number, time.monotonic(), ""
         while True:
@@ -333,7 +334,7 @@ class Generations:
                     return plan
             time.sleep(self._timing.poll_interval * 2)
 
-    def _bootstrap(self, began: float, reload: Callable[[], object] | None) -> Plan | None:
+    def _bootstrap(self, began: float, reload: Callable[[bool], object] | None) -> Plan | None:
         """Plan the first generation, or the first after all members were lost.
 
         The living worker with the lowest request number writes the plan; an abandoned plan is
@@ -349,7 +350,7 @@ class Generations:
             if not ready or workers[0].number != self.member.number:
                 return None
             if reload is not None:
-                reload()
+                reload(self.number == 0)
             proposal = self._make_plan(
                 [],
                 workers,

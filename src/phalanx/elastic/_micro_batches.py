@@ -184,11 +184,6 @@ class Step:
         self._open_loop = MicroBatchLoop(run, self, loader)
         return iter(self._open_loop)
 
-    @property
-    def _is_complete(self) -> bool:
-        """Whether its loops, so far, are over."""
-        return self._open_loop is None and self._completed_loops > 0
-
     def _check_complete(self, caller: str) -> None:
         """Raise, on all ranks, if something else is called before a loop has ended."""
         loop = self._open_loop

@@ -23,6 +23,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -54,6 +55,7 @@ from ..errors import (
     InvalidArgument,
     InvalidState,
     InvalidType,
+    PhalanxError,
     RankMismatch,
     RendezvousError,
 )
@@ -158,8 +160,9 @@ class ElasticRun:
         self.loaders: list[ElasticLoader] = []
         self._current_step: Step | None = None
         self._checkpoints: CheckpointManager | None = None
-        self._reload_checkpoint: Callable[[], int] | None = None
-        """Restores again what `restore` was asked for: the newest checkpoint, or the given step."""
+        self._reload_checkpoint: Callable[[bool], int] | None = None
+        """Restores what `restore` was asked for, in the worker that begins a generation without
+        the state; it is told whether the generation is the first."""
         self._saved_step: int | None = None  # when all ranks called `save` last
         self._written_step: int | None = None  # the checkpoint that this rank has written or read
         self._evaluation_calls = 0
@@ -398,8 +401,10 @@ class ElasticRun:
             try:
                 yield step
             except GeneratorExit:  # the script left the loop over steps
-                if self._worker is not None and step._is_complete:
-                    self._worker.finish(self)
+                if self._worker is not None and step._open_loop is None:
+                    self._end_step()
+                    with suppress(PhalanxError):  # the store does not answer
+                        self._worker.finish(self)
                 raise
             if self._current_step is not step:
                 raise InvalidState("run.steps() or run.restore() was called within a step")
@@ -600,8 +605,8 @@ class ElasticRun:
         Returns the number of completed steps; 0 if the directory has no checkpoint. The checkpoint
         may be of any world size. `save` and `save_every` save there. Other options are those of
         `CheckpointManager`. To save again after an older step was restored, remove the later ones:
-        ``rewind=True``. In an elastic run that has lost ranks, `step` and `rewind` have had their
-        effect: what starts later continues from the newest checkpoint, or from a member.
+        ``rewind=True``. In an elastic run the first members do that, and what starts later
+        continues from a member, or from the newest checkpoint.
         """
         if rewind and step is None:
             raise InvalidArgument("rewind=True needs step=, the step to continue from")
@@ -612,13 +617,35 @@ class ElasticRun:
             if self._is_member:
                 raise InvalidState("call run.restore() before the first step of an elastic run")
             assert self._worker is not None
-            if self._worker.has_run_begun:
-                step, rewind = None, False
-            self._reload_checkpoint = partial(self._restore, directory, step, options)
-            steps = self._reload_checkpoint()
-            rewind &= self._worker.is_initial_leader
-        else:
-            steps = self._restore(directory, step, options)
+            has_begun = self._worker.has_run_begun
+            self._reload_checkpoint = partial(
+                self._restore_for_all, directory, step, options, has_begun=has_begun, rewind=rewind
+            )
+            # The later steps are removed when the first generation begins, by one worker.
+            step = None if rewind and has_begun else step
+            return self._restore(directory, step, options, has_begun=has_begun)
+        steps = self._restore(directory, step, options)
+        if rewind and step is not None:
+            self._rewind(directory, step)
+        return steps
+
+    def _restore_for_all(
+        self,
+        directory: str | os.PathLike[str],
+        step: int | None,
+        options: dict[str, Any],
+        is_first: bool,
+        *,
+        has_begun: bool,
+        rewind: bool,
+    ) -> int:
+        """Restore in the worker that begins a generation, from which the others get the state.
+
+        A run that was rewound has only checkpoints of its own, so its newest is the right one.
+        """
+        has_begun |= not is_first
+        step = None if rewind and has_begun else step
+        steps = self._restore(directory, step, options, has_begun=has_begun)
         if rewind and step is not None:
             self._rewind(directory, step)
         return steps
@@ -633,7 +660,12 @@ class ElasticRun:
             checkpoints.close()
 
     def _restore(
-        self, directory: str | os.PathLike[str], step: int | None, options: dict[str, Any]
+        self,
+        directory: str | os.PathLike[str],
+        step: int | None,
+        options: dict[str, Any],
+        *,
+        has_begun: bool = False,
     ) -> int:
         # All ranks of an elastic run have the same state, and none waits for another to save it.
         if self._has_dynamic_membership:
@@ -643,14 +675,16 @@ class ElasticRun:
         else:
             checkpoints = CheckpointManager(directory, group=self.group, **options)
         self._checkpoints, self._saved_step, self._written_step = checkpoints, None, None
-        step = checkpoints.latest() if step is None else step
+        # The run may have saved later steps and removed the one it began with.
+        if step is None or (has_begun and step not in checkpoints.steps()):
+            step = checkpoints.latest()
         state = self._run_state
         if step is None:
             return state.position.steps
         # First, so that nothing has changed if it raises.
         saved = checkpoints.load(step, {"elastic": None})["elastic"]
         self._report_differences(state.differences(saved))
-        state.add_parameter_groups(saved)
+        state.prepare_load(saved)
         loaded = checkpoints.load(step, {**state.objects(), "buffers": None})
         state.resume(saved, loaded["buffers"])
         self._saved_step = self._written_step = state.position.steps
@@ -674,6 +708,7 @@ class ElasticRun:
         else:
             checkpoints = self._checkpoints
         self._check_between_loops("run.save()")
+        self._check_parameters()
         self._check_whole_step()
         if not self._has_dynamic_membership or self.is_leader:
             if faultpoints.armed:
@@ -723,6 +758,7 @@ class ElasticRun:
         in the data. Every rank calls it, and gets the same.
         """
         self._check_between_loops("run.hash()")
+        self._check_parameters()
         state = self._run_state.values(self._position)
         del state["elastic"]["fingerprint"]
         return state_digest(state)

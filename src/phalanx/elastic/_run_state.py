@@ -57,7 +57,8 @@ class ExactOptimizer:
     """An optimizer whose state has the bits that it was saved with.
 
     torch's `load_state_dict` casts floating-point state to the dtype of its parameter, which
-    changes, say, the products that NAdam keeps in float32.
+    changes, say, the products that NAdam keeps in float32. Only for parameters of the dtypes that
+    they were saved with; otherwise the cast is what is wanted.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -68,11 +69,13 @@ class ExactOptimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state)
-        numbers = [i for group in state["param_groups"] for i in group["params"]]
+        # An optimizer may have a format of its own.
+        numbers = [i for group in state.get("param_groups", ()) for i in group["params"]]
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for i, parameter in zip(numbers, parameters, strict=True):
-            own = self._optimizer.state[parameter] if i in state["state"] else {}
-            for key, value in state["state"].get(i, {}).items():
+        saved = state.get("state", {}) if len(numbers) == len(parameters) else {}
+        for i, parameter in zip(numbers, parameters, strict=False):
+            own = self._optimizer.state[parameter] if i in saved else {}
+            for key, value in saved.get(i, {}).items():
                 dtype = getattr(own.get(key), "dtype", None)
                 if isinstance(value, Tensor) and dtype not in (None, value.dtype):
                     own[key] = value.to(own[key].device, copy=True)
@@ -108,6 +111,8 @@ class RunState:
         """How many loops and evaluations this worker has taken part in, or was told of."""
         self.agreed_requests = 0
         """How many requests to join or leave all members know of."""
+        self._has_saved_dtypes = True
+        """Whether the parameters have the dtypes that the state to load was saved with."""
         self.evaluations: list[Any] = []
         """The results of evaluations outside of steps, for workers that run the script later."""
         self.loader_states: list[dict[str, Any]] = []
@@ -117,15 +122,19 @@ class RunState:
 
     def objects(self) -> dict[str, Any]:
         """Return the objects to save, for every rank the same."""
-        optimizers = {
-            str(i): each if isinstance(each, ShardedOptimizer) else ExactOptimizer(each)
-            for i, each in enumerate(self._optimizers)
-        }
+        optimizers = {str(i): self._exact(each) for i, each in enumerate(self._optimizers)}
         return {
             "model": Replicated(self._model),
             "optimizers": Replicated(optimizers),
-            "state": Replicated(self._others),
+            "state": Replicated({name: self._exact(each) for name, each in self._others.items()}),
         }
+
+    def _exact(self, each: Any) -> Any:
+        is_plain = isinstance(each, Optimizer) and not isinstance(each, ShardedOptimizer)
+        return ExactOptimizer(each) if is_plain and self._has_saved_dtypes else each
+
+    def _dtypes(self) -> dict[str, str]:
+        return {name: str(parameter.dtype) for name, parameter in self._named}
 
     def to_save(self, now: RunPosition) -> dict[str, Any]:
         """Return what a checkpoint has."""
@@ -141,6 +150,7 @@ class RunState:
                 "loaders": loaders + self.loader_states[len(loaders) :],
                 "gradients": [n for n, p in self._named if p.grad is not None],
                 "parameter_groups": self._parameter_groups(),
+                "parameter_dtypes": self._dtypes(),
                 "fingerprint": current_fingerprint(self._device),
             },
         }
@@ -153,14 +163,17 @@ class RunState:
             for optimizer in self._optimizers
         ]
 
-    def add_parameter_groups(self, saved: dict[str, Any]) -> None:
+    def prepare_load(self, saved: dict[str, Any]) -> None:
         """Add the groups that a script had added to its optimizers when a state was taken."""
+        self._has_saved_dtypes = saved.get("parameter_dtypes") == self._dtypes()
         parameters = dict(self._named)
         for optimizer, groups in zip(
             self._optimizers, saved.get("parameter_groups", ()), strict=False
         ):
+            has_names = "param_names" in optimizer.param_groups[0]
             for names in groups[len(optimizer.param_groups) :]:
-                optimizer.add_param_group({"params": [parameters[name] for name in names]})
+                added = [(n, parameters[n]) if has_names else parameters[n] for n in names]
+                optimizer.add_param_group({"params": added})
 
     def values(self, now: RunPosition) -> dict[str, Any]:
         """Return what a checkpoint has, without what tells ranks how to save it."""
@@ -217,11 +230,11 @@ class RunState:
 
     def load_transferred(self, state: dict[str, Any]) -> None:
         self._model.load_state_dict(state["model"])
-        self.add_parameter_groups(state["elastic"])
+        self.prepare_load(state["elastic"])
         for i, optimizer in enumerate(self._optimizers):
-            ExactOptimizer(optimizer).load_state_dict(state["optimizers"][str(i)])
+            self._exact(optimizer).load_state_dict(state["optimizers"][str(i)])
         for name, each in self._others.items():
-            each.load_state_dict(state["state"][name])
+            self._exact(each).load_state_dict(state["state"][name])
         self.section, self.agreed_requests = state["section"], state["agreed_requests"]
         self.evaluations = state["evaluations"]
         own = dict(self._buffers.named())

@@ -2,8 +2,9 @@
 
 Run as a script by the launcher, which holds the other end of stdin. The line ``+123`` adds
 process group 123, ``-123`` removes it. End of file means that the launcher is dead. It may have
-died between starting a process and adding it, so processes with the job's mark in their environment
-are looked for as well.
+died between starting a process and adding it, so its children are also looked for: leaders of
+sessions that have the job's mark in their environment, while their parent does not. What they have
+started themselves inherits the mark from them.
 
 PR_SET_PDEATHSIG is not sufficient: a rank would have to request it between fork and exec, where a
 process with threads must not run Python, and it does not reach processes that a rank starts.
@@ -30,25 +31,38 @@ def main() -> None:
         change = groups.add if line[0] == "+" else groups.discard
         change(int(line[1:]))
     deadline = time.monotonic() + float(sys.argv[1])
-    groups = signal_groups(groups | marked_groups(sys.argv[2]), signal.SIGTERM)
+    time.sleep(2 * POLL_INTERVAL)  # one that was being started has its own environment by then
+    groups = signal_groups(groups | find_children(sys.argv[2]), signal.SIGTERM)
     while groups and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL)
         groups = signal_groups(groups, 0)
-    # Again: one that was about to start has its own environment by now.
-    signal_groups(groups | marked_groups(sys.argv[2]), signal.SIGKILL)
+    signal_groups(groups, signal.SIGKILL)
 
 
-def marked_groups(mark: str) -> set[int]:
-    """Return the process groups of processes whose environment has a variable of this value."""
+def find_children(mark: str) -> set[int]:
+    """Return the processes that a launcher with this mark has started."""
+    names = os.listdir("/proc") if os.path.isdir("/proc") else []
+    marked = {int(name) for name in names if name.isdecimal() and has_mark(int(name), mark)}
     found = set()
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+    for pid in marked:
         try:
-            with open(f"/proc/{name}/environ", "rb") as environ:
-                if name.isdecimal() and mark.encode() in environ.read().split(b"\0"):
-                    found.add(os.getpgid(int(name)))
-        except OSError:  # not a process, not ours, or gone
+            with open(f"/proc/{pid}/stat", "rb") as stat:
+                # The command name before this is in parentheses and may contain anything.
+                _, parent, _, session = stat.read().rpartition(b")")[2].split()[:4]
+        except OSError:  # it is gone
             continue
-    return found - {os.getpgid(0)}
+        if int(session) == pid and int(parent) not in marked:
+            found.add(pid)
+    return found
+
+
+def has_mark(pid: int, mark: str) -> bool:
+    """Return whether the environment of a process has a variable of this value."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as environ:
+            return mark.encode() in environ.read().split(b"\0")
+    except OSError:  # not ours, or gone
+        return False
 
 
 def signal_groups(groups: set[int], number: int) -> set[int]:

@@ -45,9 +45,9 @@ START_RETRY_INTERVAL = 10.0
 LEAVE_WINDOW = 1.0
 """Seconds before a worker that leaves is replaced. A scheduler that preempts the whole job may
 signal the ranks before the launcher."""
-MAX_REMINDERS = 10
-"""How often to report, every `quorum_timeout`, that the first step waits for ranks; then they are
-killed, and so replaced."""
+START_TIMEOUTS = 10
+"""A process that has not created an `ElasticRun` after this many times `quorum_timeout` is killed,
+and so replaced, if the first step waits for it."""
 FUTILE_RESTARTS = 10
 """Restarts of all ranks in a row, none of which got any further, that end the job."""
 MAX_RANKS = 1024
@@ -89,6 +89,8 @@ class RestartPolicy:
     """The number of ranks of an attempt."""
     restarts = 0
     """How many were used."""
+    has_begun = False
+    """Whether a worker of the run, in any attempt, has been a member."""
 
     def begin(self, attempt: AttemptControl, now: float) -> None:
         """Start the ranks of an attempt."""
@@ -175,6 +177,7 @@ class _SupervisedWorker:
     max_members: int | None = None  # told when it has asked to join; more workers are spares
     is_member: bool = False  # also while it leaves
     was_member: bool = False
+    has_created: bool = False  # its ElasticRun
     has_finished: bool = False  # all steps
     is_leader: bool = False  # it stays the leader until it ends
     is_replacement: bool = False
@@ -236,7 +239,7 @@ class ReplaceLost(RestartPolicy):
         self._is_formed = False  # whether there has been a member
         self._had_quorum = False
         self._without_quorum_since: float | None = None
-        self._finished = 0  # workers that had completed all steps and exited with 0
+        self._finished = 0  # workers that exited with 0 and had not been asked to leave
         self._waiting_since: float | None = None  # for workers without an ElasticRun
         self._reminders = 0
         self._has_leader_finished = False
@@ -274,7 +277,7 @@ class ReplaceLost(RestartPolicy):
 
     def on_message(self, rank: int, message: WorkerMessage, now: float) -> None:
         worker = self._workers[rank]
-        self._has_elastic_run = True
+        self._has_elastic_run = worker.has_created = True
         if message.leader:
             worker.is_leader, self._is_leader_lost = True, False
         match message.event:
@@ -291,6 +294,7 @@ class ReplaceLost(RestartPolicy):
                 self._losses.pop(rank, None)
                 if not self._is_formed:
                     self._is_formed, self._step = True, message.step
+                self.has_begun = True
                 self._check_quorum(now)
             case "progress" if message.leader and message.step is not None:
                 self._step = message.step
@@ -366,12 +370,21 @@ class ReplaceLost(RestartPolicy):
             self._on_success(worker, exit_)
             self._check_quorum(now)
             return False
-        elif result.preempted and self._staying():
+        elif result.preempted and self._goes_on_without(worker, now):
             self._attempt.show(f"{result.name} was told to leave; the run goes on")
         else:
             return False
         self._check_quorum(now)
         return True
+
+    def _goes_on_without(self, worker: _SupervisedWorker, now: float) -> bool:
+        """Return whether others go on after a member saved and left; replace it if needed."""
+        staying = len(self._staying())
+        if staying and staying + self._finished < self._min_ranks and self._has_restarts():
+            self.restarts += 1
+            self._add(worker.rank, due=now).is_replacement = True
+            return True
+        return bool(staying) and staying + self._finished >= self._min_ranks
 
     def _is_dispensable(self, worker: _SupervisedWorker, *, is_lost: bool) -> bool:
         """Return whether the exit of a worker does not matter while the run is stopped."""
@@ -383,8 +396,8 @@ class ReplaceLost(RestartPolicy):
         return not worker.is_member or (is_lost and (self._has_member() or self._has_saved))
 
     def _on_success(self, worker: _SupervisedWorker, exit_: RecordedExit) -> None:
-        self._finished += worker.has_finished
-        self._has_leader_finished |= worker.is_leader and worker.has_finished
+        self._finished += worker.is_member
+        self._has_leader_finished |= worker.is_leader
         if self._is_formed and not self._has_member():
             # What still starts has come too late.
             if self._has_leader_finished or not self._is_leader_lost:
@@ -544,24 +557,25 @@ class ReplaceLost(RestartPolicy):
                 self._start_over(f"fewer than {members} for {deadline:.3g} s")
 
         if self._waiting_since is not None and not self._is_formed:
-            self._remind(now - self._waiting_since)
+            self._remind(now, now - self._waiting_since)
 
-    def _remind(self, waited: float) -> None:
-        """Say which ranks the first step waits for, every minute, and replace them in the end."""
+    def _remind(self, now: float, waited: float) -> None:
+        """Say which ranks the first step waits for, every minute; kill those that seem to hang."""
         if waited < (self._reminders + 1) * self._quorum_timeout:
             return
         self._reminders += 1
-        missing = [each.rank for each in self._workers.values() if each.max_members is None]
+        missing = [each for each in self._workers.values() if each.max_members is None]
         if not missing:
             return  # the members are forming their group
         have = "has" if len(missing) == 1 else "have"
-        text = f"{format_ranks(missing)} {have} not created an ElasticRun after {waited:.3g} s"
-        if self._reminders % MAX_REMINDERS:
-            self._attempt.show(f"{text}; the first step waits for that")
-            return
-        self._attempt.show(f"{text}; killing {'it' if len(missing) == 1 else 'them'}")
-        for rank in missing:
-            self._attempt.send(rank, signal.SIGKILL)
+        ranks = format_ranks([each.rank for each in missing])
+        self._attempt.show(f"{ranks} {have} not reached the first step after {waited:.3g} s")
+        for each in missing:
+            is_late = now - each.started_at >= START_TIMEOUTS * self._quorum_timeout
+            if is_late and not each.has_created and each.state is WorkerState.STARTING:
+                why = "it has not created an ElasticRun"
+                self._attempt.show(f"killing rank {each.rank}: {why}")
+                self._attempt.send(each.rank, signal.SIGKILL)
 
     def _start(self, worker: _SupervisedWorker, now: float) -> None:
         try:

@@ -361,7 +361,7 @@ class _Attempt:
                 store=f"127.0.0.1:{self._port}",
                 ranks=self._policy.ranks,
                 min_ranks=job.min_ranks,
-                attempt=self._number,
+                has_begun=self._policy.has_begun,
                 is_initial=self._is_starting,
                 channel=channel.worker_fd,
             )

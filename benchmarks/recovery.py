@@ -3,7 +3,7 @@
 A job of each system trains the same model on the same batches; a random worker is killed with
 SIGKILL at a random time, several times. Workers log what they commit, with the wall clock
 (`peers.commit_log`); `recovery_times` derives the figures from it. Systems take turns, in an order
-drawn anew for every round. A job that hangs or ends is a failure and counts as such.
+drawn for every round. A job that hangs or ends is a failure and counts as such.
 
 ``phalanx, elastic`` is ``phalanx run --elastic``. ``phalanx, restart`` (``--max-restarts``) and
 ``torchrun`` restart all workers from a checkpoint that is made every 10 steps. ``torchft`` goes on

@@ -11,7 +11,7 @@ checkpoint, on as many ranks as there are now, and still ends with that hash:
     phalanx run -n 3 examples/elastic.py --directory run
 
 With --chaos, it trains for about a minute on three ranks of which one is killed every few seconds,
-and compares the hash with that of a run that nobody disturbed:
+and compares the hash with that of an undisturbed run:
 
     python examples/elastic.py --chaos
 """
@@ -116,7 +116,7 @@ def survive(steps: int, seconds_between_kills: float) -> None:
     """Train on three ranks, kill one every few seconds, and check the hash at the end."""
     phalanx = [sys.executable, "-m", "phalanx"]
     script = [__file__, f"--steps={steps}"]
-    print("first, nobody disturbs the training:", flush=True)
+    print("first, without kills:", flush=True)
     plain = subprocess.run([sys.executable, *script], check=True, text=True, stdout=subprocess.PIPE)
     expected = plain.stdout.split()[-1]
     print(f"hash {expected}\n\nnow on three ranks, with kill -9:", flush=True)

@@ -4,7 +4,7 @@ A worker is a process that ``phalanx run --elastic`` started. The members of a g
 process group; their order is that of their requests to join, and the first is the leader. Two
 things end a generation:
 
-- A member is lost. Whoever finds out calls `regroup`: the survivors form a group of their own, in
+- A member is lost. Ranks that notice call `regroup`: the survivors form a group of their own, in
   the middle of a step. No agreement on the survivors is needed. A group's name contains its members
   and its section, so survivors that know of different deaths rendezvous under different names until
   they agree.
@@ -362,7 +362,7 @@ class Generations:
             self._set(f"plan/{plan.id}", plan)
         decision = self._read(f"decision/{plan.id}", str)
         if decision == "abandon" or all(self._is_gone(each) for each in plan.members):
-            with suppress(PhalanxError):  # count it once, whoever sees it first
+            with suppress(PhalanxError):  # count it once: the first that sees it does
                 if self._write_once(f"{place}/counted", self.member.number, int) == (
                     self.member.number
                 ):
@@ -507,7 +507,7 @@ class Generations:
         """Form a group of the survivors, in a section of the run.
 
         Returns False if the section was committed by another member; there is no new group then.
-        Raises `error` if nobody died, again and again.
+        Raises `error` if regroups keep finding no dead member.
         """
         self._abandon_group(error)
         self.note_committed(section - 1)
@@ -662,7 +662,7 @@ class Generations:
             if each.number not in {other.number for other in (*self.members, *new)}
         ]
         if not staying:
-            new = []  # nobody would have the state
+            new = []  # no member would have the state
         plan = self._make_plan(
             staying,
             new,

@@ -76,7 +76,7 @@ class AttemptControl(Protocol):
         """Stop the attempt. The run has succeeded."""
 
     def kill(self) -> None:
-        """End the attempt at once, for another one."""
+        """End the attempt immediately, for another one."""
 
 
 class RestartPolicy:
@@ -463,7 +463,7 @@ class ReplaceLost(RestartPolicy):
         return worker.max_members is not None and members >= worker.max_members
 
     def _is_all_lost(self) -> bool:
-        """Return whether nobody has the state of the run, or nobody runs."""
+        """Return whether no worker has the state of the run, or none runs."""
         runs = any(each.state is not WorkerState.WAITING for each in self._workers.values())
         return not self._has_member() and (self._is_formed or not runs)
 

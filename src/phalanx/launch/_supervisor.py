@@ -79,7 +79,7 @@ class SupervisorTiming:
     longer to start."""
     elastic_orphan_grace: float = 1.0
     """If the launcher is killed, ranks of an elastic run are killed after at most this time: the
-    others must not wait for a worker that nobody replaces."""
+    others must not wait for a worker that is never replaced."""
 
 
 class _SignalReceived(NamedTuple):
@@ -400,7 +400,7 @@ class _Attempt:
         self._policy.stop(is_preemption=False)
 
     def kill(self) -> None:
-        """End the attempt at once, for another one."""
+        """End the attempt immediately, for another one."""
         self.finish()
         self._stop_requested_at = self._deadline = time.monotonic()
 

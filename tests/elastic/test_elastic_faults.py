@@ -158,6 +158,25 @@ def test_all_ranks_raise_the_exception_of_one(tmp_path):
     assert all("ValueError: no such sample" in each for each in raised), outcome
 
 
+@pytest.mark.parametrize("end", ["break", "raise SystemExit(0)", "run.close(); raise SystemExit"])
+def test_a_rank_that_ends_early_does_not_keep_the_others_waiting(tmp_path, end):
+    """The run needs two ranks and has one; the launcher says so, and ends it."""
+    body = f"""
+    run, loader = make()
+    for step in run.steps(100):
+        train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.number == 4 and run.is_leader:
+            {end}
+    """
+    script = tmp_path / "train.py"
+    script.write_text(PROLOGUE + dedent(body))
+    outcome = run_elastic(script, ranks=2, min_ranks=2, timeout=TIMEOUT)
+    assert outcome.exit_code == 1, outcome
+    assert "exited with 0 and the others have more steps to do; fewer than 2" in outcome.output
+
+
 def test_one_rank_is_the_leader_before_the_first_step_of_every_attempt(tmp_path):
     body = """
     import os

@@ -284,6 +284,51 @@ def test_finished_ranks_are_not_missing_members():
     assert run.policy.next_due() is None
 
 
+def test_a_rank_that_exits_while_the_others_need_it_fails_the_run():
+    """Ranks that disagree on the last step would wait for one another."""
+    run = Run(2, min_ranks=2)
+    run.lead(1)
+    run.tell(1, "short")  # before its exit is known
+    run.finish(0)
+    assert run.attempt.end == ""  # the other may be about to finish, too
+    run.tell(1, "short")
+    assert run.attempt.end == "failed"
+    assert run.attempt.cause.rank == 0
+    message = "rank 0 exited with 0 and the others have more steps to do; fewer than 2 ranks left"
+    assert run.attempt.messages[-1] == message
+
+
+def test_members_that_wait_for_a_replacement_are_given_time():
+    run = Run(3, min_ranks=2)
+    run.finish(0)  # too early, and not missed
+    run.exit(1)
+    run.pass_time(0)
+    run.tell(2, "short")
+    run.pass_time(59)
+    run.join(1)
+    run.pass_time(2)
+    assert run.attempt.end == ""
+
+
+def test_members_whose_replacement_does_not_come_start_over():
+    run = Run(3, min_ranks=2)
+    run.finish(0)
+    run.exit(1)
+    run.pass_time(0)
+    run.tell(2, "short")
+    run.pass_time(60)
+    assert run.attempt.end == "killed"
+
+
+def test_a_run_that_goes_on_without_its_first_leader_has_not_finished():
+    run = Run(2)
+    run.lead(0)
+    run.finish(0)
+    run.lead(1)
+    run.exit(1)
+    assert run.attempt.end == "killed"  # to start over
+
+
 def test_a_rank_that_cannot_be_started_is_tried_again(monkeypatch):
     run = Run(2)
 

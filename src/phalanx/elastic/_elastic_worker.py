@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -122,6 +123,7 @@ class ElasticWorker:
             timeout=timeout,
             initial_workers=min(env.ranks, max_members),
             max_members=max_members,
+            on_shortage=partial(self._channel.tell, "short"),
         )
         self._generations.claim_worker()
         self.has_run_begun = env.has_begun

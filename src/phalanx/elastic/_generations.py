@@ -50,6 +50,7 @@ marks a key whose first value stays (compare-and-set):
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -99,6 +100,8 @@ class ElasticTiming:
     """How long the first workers wait for those that started with them."""
     join_timeout: float = 30.0
     """How long members wait for a worker that joins; then it is killed."""
+    shortage_interval: float = 1.0
+    """Between two reports that there are fewer members than the minimum."""
     leave_window: float = 0.2
     """Workers that are told to leave within this time leave together."""
     request_timeout: float = 2.0
@@ -178,9 +181,12 @@ class Generations:
         timeout: timedelta,
         initial_workers: int,
         max_members: int,
+        on_shortage: Callable[[], object] = lambda: None,
         timing: ElasticTiming | None = None,
     ) -> None:
         self._timing = timing or ElasticTiming()
+        self._on_shortage = on_shortage
+        """Called about once a second while the next step waits for the minimum of members."""
         self._config = GroupConfig(backend, device, timeout, None, {})
         self._timeout = timeout.total_seconds()
         self._min_members = env.min_ranks
@@ -624,7 +630,7 @@ class Generations:
         place = f"change/{section}/{self._name_of(self.members)}"
         proposal: Plan | None = None
         self._set(f"planning/{section}/{self.member.number}")
-        deadline = time.monotonic() + self._timeout
+        deadline, reported = time.monotonic() + self._timeout, -math.inf
         while True:
             plan = self._read(place, Plan)
             if plan is not None:
@@ -640,6 +646,10 @@ class Generations:
                     for each in plan.members:
                         self._set(f"invitation/{each.number}", plan.id)
                     return plan
+                # The launcher starts a replacement, or ends the run: it sets the deadline.
+                if time.monotonic() >= reported + self._timing.shortage_interval:
+                    reported = time.monotonic()
+                    self._on_shortage()
             elif time.monotonic() >= deadline:
                 if self._is_silent(living[0], f"planning/{section}/{living[0].number}"):
                     self._fence(living[:1], f"did not end its step within {self._timeout:g} s")

@@ -11,7 +11,8 @@ becomes a member of the group when it has the state of the others. What its exit
   replaced;
 - it has sent that it left, or was asked to leave and exits as asked: it is gone;
 - 0 of a member that ended without its exit handlers before the last step: it is lost, too;
-- 0 otherwise: it has finished;
+- 0 otherwise: it has finished, unless the others then report that they lack a member for their next
+  step: the job fails, since ranks disagree on the last step;
 - that of a preemption while others start or stay: it is gone;
 - any other exit code, such as that of an exception: the job fails. So does any exit code of a
   process that has no `ElasticRun` yet, whose exit handlers are not known to have run.
@@ -245,6 +246,7 @@ class ReplaceLost(RestartPolicy):
         self._has_leader_finished = False
         self._is_leader_lost = False  # and no other has taken over
         self._ended_early: RecordedExit | None = None  # with 0, before there was a member
+        self._first_finished: RecordedExit | None = None  # that member's exit with 0
         self._is_stopping = False
         self._is_preempted = False
         self._has_saved = False  # the worker that saves for all, if there is anything to save
@@ -298,6 +300,9 @@ class ReplaceLost(RestartPolicy):
                 self._check_quorum(now)
             case "progress" if message.leader and message.step is not None:
                 self._step = message.step
+                self._has_leader_finished = False  # an earlier leader ended before the last step
+            case "short" if worker.is_member:
+                self._on_shortage(now)
             case "leaving" if worker.state in (WorkerState.STARTING, WorkerState.MEMBER):
                 self._on_leaving(worker, now)
             case "left":
@@ -307,6 +312,21 @@ class ReplaceLost(RestartPolicy):
                 self._has_saved = True
             case "finished" | "continuing":
                 worker.has_finished = message.event == "finished"
+
+    def _on_shortage(self, now: float) -> None:
+        """Handle that the next step waits for more members: those that ended had not finished."""
+        if self._is_stopping:
+            return
+        self._finished, self._has_leader_finished = 0, False
+        if self._first_finished is not None and len(self._staying()) < self._min_ranks:
+            name = self._first_finished.result.name
+            few = f"fewer than {format_count(self._min_ranks, 'rank')} left"
+            self._fail(
+                f"{name} exited with 0 and the others have more steps to do; {few}",
+                self._first_finished,
+            )
+        else:
+            self._check_quorum(now)
 
     def _show_spares(self, max_members: int | None) -> None:
         """Tell the user, once, if some ranks have nothing to do."""
@@ -396,7 +416,9 @@ class ReplaceLost(RestartPolicy):
         return not worker.is_member or (is_lost and (self._has_member() or self._has_saved))
 
     def _on_success(self, worker: _SupervisedWorker, exit_: RecordedExit) -> None:
-        self._finished += worker.is_member
+        if worker.is_member:
+            self._finished += 1
+            self._first_finished = self._first_finished or exit_
         self._has_leader_finished |= worker.is_leader
         if self._is_formed and not self._has_member():
             # What still starts has come too late.

@@ -40,7 +40,7 @@ soak: $(READY)
 # tables in docs/integrations.md up to date.
 interop: $(INTEROP)/.ready
 	$(INTEROP)/bin/python tools/upstream_uses.py accelerate lightning transformers
-	$(INTEROP)/bin/python -m interop $(or $(ARGS),--speed 30 --docs docs/integrations.md)
+	$(INTEROP)/bin/python -m interop $(or $(ARGS),--speed 24 --docs docs/integrations.md)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

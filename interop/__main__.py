@@ -22,7 +22,7 @@ _NOTHING_RAN = "no program was run; make the environment again (make clean, make
     help="Bring the tables of this page up to date.",
 )
 @click.option(
-    "--speed", "speed_rounds", default=0, metavar="N", help="Also compare speeds, in N rounds."
+    "--speed", "launches", default=0, metavar="N", help="Also compare speeds, in N launches."
 )
 @click.option(
     "--only-speed",
@@ -35,7 +35,7 @@ def main(
     names: tuple[str, ...],
     rounds: int,
     docs: Path | None,
-    speed_rounds: int,
+    launches: int,
     only_speed: bool,
     verbose: bool,
 ) -> None:
@@ -51,10 +51,10 @@ def main(
     if names and docs is not None:
         raise click.UsageError("--docs needs all programs: the tables are written as a whole")
     if only_speed:
-        if not speed_rounds:
+        if not launches:
             raise click.UsageError("--only-speed needs --speed N")
         conditions = table.Conditions()
-        figures = speed.table(speed.measure(speed_rounds, _tell))
+        figures = speed.table(speed.measure(launches, _tell))
         text = f"{conditions.describe()}\n\n{figures}"
         click.echo(text)
         if docs is not None:
@@ -75,9 +75,9 @@ def main(
         f"gain of {framework}": table.gain(reporting, framework)
         for framework in {row.program.framework for row in reporting}
     }
-    if speed_rounds:
+    if launches:
         conditions = table.Conditions()
-        figures = speed.table(speed.measure(speed_rounds, _tell))
+        figures = speed.table(speed.measure(launches, _tell))
         blocks["speed"] = f"{conditions.describe()}\n\n{figures}"
     for text in blocks.values():
         click.echo(f"\n{text}")

@@ -320,6 +320,49 @@ def test_members_whose_replacement_does_not_come_start_over():
     assert run.attempt.end == "killed"
 
 
+def wait_short(run, rank, seconds):
+    """Let a member report each second that it waits for others, until the attempt ends."""
+    for _ in range(seconds):
+        if not run.attempt.end:
+            run.tell(rank, "short")
+            run.pass_time(1)
+
+
+def test_a_replacement_that_hangs_while_members_wait_is_killed():
+    """Without restarts left, its loss ends the run."""
+    run = Run(2, min_ranks=2, max_restarts=1)
+    run.tell(1, "leaving")
+    run.pass_time(1)
+    assert run.attempt.started[-1] == "2.0"
+    wait_short(run, 0, 62)
+    assert run.attempt.sent == [(2, signal.SIGKILL)]
+    run.exit(2)
+    assert (run.attempt.end, run.attempt.cause.rank) == ("failed", 2)
+
+
+def test_a_replacement_that_ends_while_members_wait_fails_the_run():
+    run = Run(2, min_ranks=2, max_restarts=1)
+    run.tell(1, "leaving")
+    run.pass_time(1)
+    run.ready(2)
+    run.exit(2, 0, ended=True)
+    wait_short(run, 0, 62)
+    assert run.attempt.end == "failed"
+    assert run.attempt.messages[-1] == "fewer than 2 members for 60 s"
+
+
+def test_members_that_never_were_enough_start_over():
+    """A rank that dies in the first transfer of the state was no member yet."""
+    run = Run(3, min_ranks=3, members=False)
+    run.join(0)
+    run.join(1)
+    run.ready(2)
+    run.exit(2)
+    run.pass_time(0)
+    wait_short(run, 0, 62)
+    assert run.attempt.end == "killed"
+
+
 def test_a_run_that_goes_on_without_its_first_leader_has_not_finished():
     run = Run(2)
     run.lead(0)

@@ -240,6 +240,7 @@ class ReplaceLost(RestartPolicy):
         self._is_formed = False  # whether there has been a member
         self._had_quorum = False
         self._without_quorum_since: float | None = None
+        self._is_short = False  # the members have said that they wait for others
         self._finished = 0  # workers that exited with 0 and had not been asked to leave
         self._waiting_since: float | None = None  # for workers without an ElasticRun
         self._reminders = 0
@@ -318,6 +319,7 @@ class ReplaceLost(RestartPolicy):
         if self._is_stopping:
             return
         self._finished, self._has_leader_finished = 0, False
+        self._is_short = self._had_quorum = True
         if self._first_finished is not None and len(self._staying()) < self._min_ranks:
             name = self._first_finished.result.name
             few = f"fewer than {format_count(self._min_ranks, 'rank')} left"
@@ -494,6 +496,7 @@ class ReplaceLost(RestartPolicy):
         members = len(states) - states.count(WorkerState.LEAVING) + self._finished
         if members >= self._min_ranks:
             self._had_quorum, self._without_quorum_since = True, None
+            self._is_short = False
         elif self._had_quorum and self._without_quorum_since is None:
             self._without_quorum_since = now
 
@@ -574,12 +577,22 @@ class ReplaceLost(RestartPolicy):
         since, deadline = self._without_quorum_since, self._quorum_deadline()
         if since is not None and now >= since + deadline:
             self._without_quorum_since = None
+            reason = f"fewer than {format_count(self._min_ranks, 'member')} for {deadline:.3g} s"
             if self._losses or self._has_restarts():
-                members = format_count(self._min_ranks, "member")
-                self._start_over(f"fewer than {members} for {deadline:.3g} s")
-
+                self._start_over(reason)
+            elif self._is_short:
+                self._end_shortage(reason)
         if self._waiting_since is not None and not self._is_formed:
             self._remind(now, now - self._waiting_since)
+
+    def _end_shortage(self, reason: str) -> None:
+        """End a run without restarts whose members wait for others."""
+        starting = [each for each in self._workers.values() if each.state is WorkerState.STARTING]
+        for each in starting:  # its loss fails the run
+            self._attempt.show(f"{reason}; killing rank {each.rank}: it is not a member yet")
+            self._attempt.send(each.rank, signal.SIGKILL)
+        if not starting and self._last_exit is not None:
+            self._fail(reason)
 
     def _remind(self, now: float, waited: float) -> None:
         """Say which ranks the first step waits for, every minute; kill those that seem to hang."""

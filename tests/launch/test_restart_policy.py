@@ -320,6 +320,22 @@ def test_members_whose_replacement_does_not_come_start_over():
     assert run.attempt.end == "killed"
 
 
+def test_a_rank_that_leaves_after_another_has_ended_is_replaced():
+    """As one that is killed there is."""
+    run = Run(3, min_ranks=2)
+    run.finish(0)
+    run.tell(2, "leaving")
+    run.pass_time(2)
+    assert run.attempt.started == ["0.0", "1.0", "2.0"]
+    run.tell(1, "short")
+    run.pass_time(2)
+    assert (run.attempt.end, run.attempt.started[-1]) == ("", "0.1")
+    run.ready(0)
+    run.exit(0, 0, ended=True)  # it cannot join
+    run.tell(1, "short")
+    assert run.attempt.end == "failed"
+
+
 def wait_short(run, rank, seconds):
     """Let a member report each second that it waits for others, until the attempt ends."""
     for _ in range(seconds):

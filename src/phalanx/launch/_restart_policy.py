@@ -183,6 +183,7 @@ class _SupervisedWorker:
     is_leader: bool = False  # it stays the leader until it ends
     is_replacement: bool = False
     was_asked_to_leave: bool = False  # by this launcher
+    has_successor: bool = False  # one was started because this worker leaves
     has_left: bool = False
 
     @property
@@ -320,6 +321,11 @@ class ReplaceLost(RestartPolicy):
             return
         self._finished, self._has_leader_finished = 0, False
         self._is_short = self._had_quorum = True
+        # Those that have ended counted when others were told to leave.
+        for worker in [*self._workers.values()]:
+            is_missed = len(self._staying()) < self._min_ranks and self._has_restarts()
+            if is_missed and self._is_preempted_member(worker) and not worker.has_successor:
+                self._replace_leaving(worker, now)
         if self._first_finished is not None and len(self._staying()) < self._min_ranks:
             name = self._first_finished.result.name
             few = f"fewer than {format_count(self._min_ranks, 'rank')} left"
@@ -350,7 +356,16 @@ class ReplaceLost(RestartPolicy):
         if worker.is_member and not any(each.is_member for each in others):
             return  # all that have the state leave: they save it
         self._check_quorum(now)
+        self._replace_leaving(worker, now)
+
+    def _is_preempted_member(self, worker: _SupervisedWorker) -> bool:
+        """Whether others than the launcher told this member to leave."""
+        is_leaving = worker.state is WorkerState.LEAVING and not worker.was_asked_to_leave
+        return worker.is_member and is_leaving
+
+    def _replace_leaving(self, worker: _SupervisedWorker, now: float) -> None:
         minimum = f"the run needs {format_count(self._min_ranks, 'rank')}"
+        worker.has_successor = True
         if self._has_restarts():
             self.restarts += 1
             (rank,) = self._free_ranks(1)

@@ -1,7 +1,7 @@
 """Whether drop-in is as fast as an edited script: the same steps in several jobs, in turn.
 
 All jobs are up at the same time. One at a time runs a few steps, while the others wait in a read.
-What else the machine does slows all of them alike. Where a process finds its memory can cost it
+What else the machine does slows all of them equally. Where a process finds its memory can cost it
 some per cent for as long as it lives, so two launches of the same script differ by more than the
 question is about. A launch therefore counts as one sample, however many rounds it has, and starts
 two copies of each script that is compared. Two copies of the edited script are compared with each

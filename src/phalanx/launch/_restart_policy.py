@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -80,7 +81,7 @@ class AttemptControl(Protocol):
         """End the attempt immediately, for another one."""
 
 
-class RestartPolicy:
+class RestartPolicy(ABC):
     """What the supervisor asks; one policy for all attempts of a run.
 
     The defaults are those of a run whose ranks are started together and end together.
@@ -93,20 +94,22 @@ class RestartPolicy:
     has_begun = False
     """Whether a worker of the run, in any attempt, has been a member."""
 
+    @abstractmethod
     def begin(self, attempt: AttemptControl, now: float) -> None:
         """Start the ranks of an attempt."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wants_restart(self, outcome: Outcome) -> bool:
         """Return whether to start another attempt after one that ended without a signal."""
-        raise NotImplementedError
 
     @property
     def is_waiting(self) -> bool:
         """Whether a rank will be started later."""
         return False
 
-    def on_message(self, rank: int, message: WorkerMessage, now: float) -> None:
+    def on_message(  # noqa: B027
+        self, rank: int, message: WorkerMessage, now: float
+    ) -> None:
         """Handle what a worker tells."""
 
     def on_exit(
@@ -122,19 +125,23 @@ class RestartPolicy:
         """
         return False
 
-    def on_time(self, now: float) -> None:
+    def on_time(self, now: float) -> None:  # noqa: B027
         """Do what is due."""
 
     def next_due(self) -> float | None:
         """Return when to call `on_time`."""
         return None
 
-    def stop(self, *, is_preemption: bool) -> None:
+    def stop(self, *, is_preemption: bool) -> None:  # noqa: B027
         """Start no more ranks: the attempt ends, or the ranks save what there is to save."""
 
-    def answer(self, request: Mapping[str, Any], now: float) -> Mapping[str, Any]:
-        """Answer a request to the control socket."""
-        raise NotImplementedError
+    def answer(
+        self,
+        request: Mapping[str, Any],  # noqa: ARG002
+        now: float,  # noqa: ARG002
+    ) -> Mapping[str, Any]:
+        """Answer a request to the control socket, which only elastic runs have."""
+        return {"error": "this run is not elastic"}
 
 
 class RestartTogether(RestartPolicy):
@@ -248,7 +255,7 @@ class ReplaceLost(RestartPolicy):
         self._has_leader_finished = False
         self._is_leader_lost = False  # and no other has taken over
         self._ended_early: RecordedExit | None = None  # with 0, before there was a member
-        self._first_finished: RecordedExit | None = None  # that member's exit with 0
+        self._first_finished: RecordedExit | None = None  # the first exit with 0 of a member
         self._is_stopping = False
         self._is_preempted = False
         self._has_saved = False  # the worker that saves for all, if there is anything to save

@@ -84,6 +84,8 @@ class Steps:
                     strike()
                 loss = loss_of(self.net, leaf, strike, place)
             self.reducer.run_micro_batch(self.fold, loss)
+            if leaf == self.block.hi - 1:
+                self.reducer.reduce_fold()
             yield leaf
 
     def finish(self, **options):

@@ -40,7 +40,7 @@ JOINING = _points("elastic", "join", "forming", "formed", "transfer", "member")
 LOOP = (
     *_points("elastic", "forward", "backward", "folded"),
     "ddp:reduce_fold",
-    *_points("elastic", "reduced", "recorded", "commit", "committed"),
+    *_points("elastic", "publish", "published", "reduced", "recorded", "commit", "committed"),
     *_points("elastic", "before_optimizer", "after_optimizer"),
 )
 OTHER = _points("elastic", "save", "saved", "evaluate")
@@ -111,12 +111,23 @@ def _describe_difference(name, expected, found):
     return f"{name} after {same} of {len(expected)} (found {len(found)})"
 
 
-def train(training, directory, *, ranks, workers=0, pace=PACE, timeout, saves=True, **options):
+def train(
+    training,
+    directory,
+    *,
+    ranks,
+    workers=0,
+    pace=PACE,
+    timeout,
+    saves=True,
+    backend="auto",
+    **options,
+):
     """Run a training with failures; fail unless it ends with the bits of an undisturbed one."""
     directory = Path(directory)
     directory.mkdir(exist_ok=True)
     arguments = [*training.arguments(directory / "result"), f"--pace={pace}"]
-    arguments += [f"--workers={workers}"]
+    arguments += [f"--workers={workers}", f"--backend={backend}"]
     arguments += [f"--directory={directory / 'checkpoints'}"] if saves else []
     outcome = run_elastic(SCRIPT, arguments, ranks=ranks, timeout=timeout, **options)
     check(training, outcome, directory)

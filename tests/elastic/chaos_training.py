@@ -105,6 +105,7 @@ def main(options):
         optimizer,
         micro_batches=options.micro_batches,
         seed=5,
+        backend=options.backend,
         state={"scheduler": scheduler, "log": log},
     )
     dataset = Samples("lstm" if options.model == "transformer" else "conv net")
@@ -191,6 +192,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--workers", type=int, default=0, help="Processes that load data.")
     parser.add_argument("--directory", help="Save checkpoints here, and continue from them.")
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")

@@ -83,6 +83,41 @@ def test_other_ways_to_fail(tmp_path, action):
     train(Training("conv", steps=120), tmp_path, ranks=3, faults=faults, timeout=120)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_what_a_rank_had_published_is_not_run_again(tmp_path, model):
+    """Rank 0 runs micro-batch 0, whose values some buffers take; another dies a little later."""
+    faults = [
+        Fault("elastic:published", kill(), rank=0, nth=5),
+        Fault("elastic:reduced", kill(), rank=1, nth=5),
+        Fault("elastic:commit", kill(), rank=2, nth=12),
+    ]
+    outcome = train(
+        Training(model, steps=30), tmp_path, ranks=3, faults=faults, pace=0.2, timeout=120
+    )
+    assert "elastic:cover" in outcome.points
+    assert "elastic:redo" not in outcome.points
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_what_a_rank_had_not_published_is_run_again(tmp_path, backend):
+    """Without shared memory nothing is published, and all points come to the same."""
+    points = ["elastic:publish"] if backend == "shm" else ["elastic:reduced", "elastic:commit"]
+    faults = [
+        Fault(point, kill(), rank=rank, nth=5 + 8 * rank)
+        for rank, point in enumerate([*points, "elastic:forward"])
+    ]
+    outcome = train(
+        Training("conv", steps=40),
+        tmp_path,
+        ranks=3,
+        backend=backend,
+        faults=faults,
+        pace=0.2,
+        timeout=120,
+    )
+    assert "elastic:redo" in outcome.points
+
+
 def failures(*actions, at=1.0, gap=1.0):
     planned = [PlannedFailure(at=at + gap * i, action=each) for i, each in enumerate(actions)]
     return FaultPlan(tuple(planned))

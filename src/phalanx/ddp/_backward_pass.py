@@ -18,8 +18,9 @@ round.
 
 `LocalPass` is a pass in `no_sync`: nothing is reduced. `FoldedPass` is that of a micro-batch: its
 gradients are added to the sums of a `GradientFold`. The pass of a rank's last micro-batch is a
-`ReducedPass` whose gradients are folded instead of copied. If the group fails, that pass folds what
-is left before it raises, since the sums of this rank are still good.
+`ReducedPass` whose gradients are folded instead of copied. It launches buckets in backward, but
+the last one not before `reduce`, when the loop over micro-batches has ended. If the group fails,
+backward folds on to its end and `reduce` raises, since the sums of this rank are still good.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class FoldedPass:
     def abandon(self) -> None:
         """End a pass that failed. The sums of the step are lost."""
 
-    def finish(self) -> None:
+    def end_backward(self) -> None:
         """Fold what has not been folded."""
         late: list[str] = []
         for index, piece in enumerate(self._layout.pieces):
@@ -238,6 +239,9 @@ class ReducedPass:
         self._launch_error: GroupError | None = None
         """Why nothing more is launched. With a fold, backward continues until all is folded."""
         self.unused: list[int] = []  # parameters without a gradient on this rank
+        self._own_late: dict[int, Tensor] = {}
+        """Gradients of this rank that arrived after their bucket was launched, by parameter."""
+        self._backward_seconds = 0.0
         previous = [parameter.grad for parameter in layout.parameters]
         self._previous_grads = previous if count_missing(previous) < len(previous) else []
         if self._previous_grads:
@@ -393,14 +397,27 @@ class ReducedPass:
     # -- after backward --------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Reduce the remaining buckets, wait for all of them, and put the results in ``.grad``."""
-        header, comm, timing = self._layout.header, self._comm, self.timing
-        *others, last = self._buckets
-        backward = time.perf_counter() - timing.began
-        own_late = self._gather_remaining()
+        """End the pass: gather and reduce what is left, and put the results in ``.grad``."""
+        self.end_backward()
+        self.reduce()
+
+    def end_backward(self) -> None:
+        """Gather the gradients that are left. No gradient may arrive after this."""
+        self._backward_seconds = time.perf_counter() - self.timing.began
+        self._own_late = self._gather_remaining()
         if self._fold is not None:
             self._fold.end_micro_batch()
             self.unused = [i for i in range(len(self._layout.names)) if i not in self._fold.used]
+
+    def reduce(self) -> None:
+        """Reduce the remaining buckets, wait for all of them, and put the results in ``.grad``."""
+        header, comm, timing, own_late = (
+            self._layout.header,
+            self._comm,
+            self.timing,
+            self._own_late,
+        )
+        *others, last = self._buckets
         if self._launch_error is not None:
             try:
                 raise self._launch_error
@@ -414,7 +431,7 @@ class ReducedPass:
             self._pass_number,
             self._scale.weight,
             fingerprint(self._compared) if self._compared else 0,
-            [timing.forward, backward, *timing.arrivals, now],
+            [timing.forward, self._backward_seconds, *timing.arrivals, now],
             unused=self.unused,
             late=own_late,
             graph_changed=self.graph_changed and has_data,

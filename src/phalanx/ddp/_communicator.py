@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from ..groups._text_exchange import exchange_texts
 from ..groups.backends.shm import DTYPES
 from ._dtensor import local_tensor
 from ._summation_tree import SummationPlan, add_in_order
+
+if TYPE_CHECKING:
+    from ..groups.backends._shm_region import Slab
 
 AnyWork = Work | dist.Work
 TREE_DTYPES = frozenset(
@@ -86,6 +89,11 @@ class Communicator:
     def shares_memory(self) -> bool:
         """Whether ranks can read each other's flat tensors."""
         return self._ours is not None and self._ours.shares_memory
+
+    @property
+    def shared_memory(self) -> Slab | None:
+        """This rank's part of the memory that ranks share; None unless `shares_memory`."""
+        return self._ours._shared_memory if self._ours is not None else None
 
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a flat tensor that the group can reduce without a copy, if possible."""

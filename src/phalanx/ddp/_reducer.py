@@ -118,7 +118,6 @@ class Reducer:
         self.graph_ever_changed = False
         self.stats = StatsHistory()
         self.forward_seconds = 0.0
-        self.exposed_seconds = 0.0  # how long the last reduced pass waited for other ranks
         self.syncs_gradients = True  # whether backward passes are reduced; read when a pass begins
         self._syncs_next = False
         """Whether the next pass is reduced in any case, as `prepare_for_backward` demands."""
@@ -135,6 +134,8 @@ class Reducer:
         self._previous = PreviousGrads()
         self._in_flight: ReducedPass | LocalPass | FoldedPass | None = None
         self._fold: GradientFold | None = None  # the last one that uses the buckets
+        self._folded: ReducedPass | None = None
+        """The pass of a rank's last micro-batch, from its end until `reduce_fold`."""
         self._current_layout: BucketLayout | None = None
         self._order: list[int] | None = None
         """The order of gradients in the first pass, until the buckets are rearranged by it."""
@@ -368,16 +369,15 @@ class Reducer:
                 operation="micro_batches",
                 ranks=left,
             )
-        self._fold = fold
+        self._fold, self._folded = fold, None
         self.prepare()
         fold.begin(self._layout)
 
     def run_micro_batch(self, fold: GradientFold, loss: Tensor | None, **kwargs: Any) -> None:
         """Run the backward pass of the next micro-batch, or none if it contributes nothing.
 
-        Its gradients are added to the sums of `fold`. After the rank's last micro-batch they are
-        reduced, and ``.grad`` is the sum of all micro-batches of all ranks, divided. If it raises
-        because the group has failed, the micro-batch is in the sums nevertheless.
+        Its gradients are added to the sums of `fold`, also if the group has failed. After the
+        rank's last micro-batch, call `reduce_fold`.
         """
         assert self._in_flight is None, "a micro-batch cannot begin within another pass"
         current: ReducedPass | FoldedPass
@@ -393,13 +393,14 @@ class Reducer:
             if loss is not None:
                 fold.run_backward(loss, **kwargs)
             with torch.no_grad():
-                self._finish(current)
+                current.end_backward()
+            self._in_flight = None
         except BaseException as error:
             self._lifetime.holder = PassLifetime.holder
             self._abandon_if_dead()
             if isinstance(error, Exception):
                 self._record(error)
-            if isinstance(current, ReducedPass) and not isinstance(error, GroupError):
+            if isinstance(current, ReducedPass):
                 # Some buckets may have been launched, and some not.
                 self.comm.abort(
                     f"the backward pass of its last micro-batch raised {type(error).__name__}: "
@@ -410,8 +411,28 @@ class Reducer:
             self._lifetime.holder = PassLifetime.holder
             self._autograd_hooks.rearm()
         if isinstance(current, ReducedPass):
-            self.expects_backward = False
-            self._complete(current)
+            self._folded = current
+
+    def reduce_fold(self) -> None:
+        """Sum the micro-batches of all ranks into ``.grad``, divided; all ranks call it.
+
+        If it raises because the group has failed, the sums of this rank are intact.
+        """
+        current, self._folded = self._folded, None
+        assert current is not None, "the last micro-batch of this rank has not run"
+        try:
+            with torch.no_grad():
+                current.reduce()
+                self._update_order(current)
+        except BaseException as error:
+            current.abandon()
+            if isinstance(error, Exception):
+                self._record(error)
+            if not isinstance(error, GroupError):
+                self.comm.abort(f"the reduction raised {type(error).__name__}: {error}")
+            raise
+        self.expects_backward = False
+        self._complete(current)
 
     def set_gradients(
         self,
@@ -543,6 +564,7 @@ class Reducer:
 
     def end(self) -> None:
         current, self.graph_task = self._in_flight, None
+        assert not isinstance(current, FoldedPass), "only `run_micro_batch` ends it"
         self.expects_backward = False
         self._autograd_hooks.rearm()
         try:
@@ -554,7 +576,7 @@ class Reducer:
         if isinstance(current, ReducedPass):
             self._complete(current)
 
-    def _finish(self, current: ReducedPass | LocalPass | FoldedPass | None) -> None:
+    def _finish(self, current: ReducedPass | LocalPass | None) -> None:
         if current is not None:
             current.finish()
         # Not before: if `finish` raises, the next pass must abandon this one.
@@ -573,7 +595,6 @@ class Reducer:
         self._previous.clear()
         self.stats.add(done.timing, self._layout.header.times(), self.buckets)
         self._since, self.forward_seconds = done.timing.ended, 0.0
-        self.exposed_seconds = done.timing.exposed
         if self.optimizers:
             self.optimizers.step(already_stepped=done.stepped)
 

@@ -12,8 +12,9 @@ not find them.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 
 from ..ddp._buckets import as_real
 from ..ddp._communicator import Communicator, SumSlots, broadcast_coalesced, same_bits
-from ..ddp._summation_tree import SummationPlan, push
+from ..ddp._summation_tree import Node, SummationPlan, add_in_order, push, tree_order
 from ..errors import InvalidArgument, InvalidState
+from ._contributions import StagedBuffers
 from ._recovery import Cover, sum_cover
 
 BufferRule = Literal["mean", "first"]
@@ -85,6 +87,10 @@ class _MeanGroup:
         self.is_changed = changed if self.is_changed is None else self.is_changed | changed
         push(self.stack, leaf, merges, operator.add)
 
+    def unchanged_sum(self, lo: int, hi: int) -> Tensor:
+        """Return the sum over micro-batches that have left the buffers as they were."""
+        return add_in_order([self.start] * (hi - lo), tree_order(hi - lo), operator.add)
+
     def finish(self, comm: Communicator, plan: SummationPlan, memory: SumSlots) -> None:
         """Replace the buffers by the mean over all ranks' micro-batches."""
         assert self.is_changed is not None
@@ -135,6 +141,7 @@ class BufferAverage:
         self._expanded: list[_BufferEntry] = []
         self._names: list[set[str]] = []  # of the buffers that each submodule had at the start
         self._memory: dict[Any, SumSlots] = {}  # by size, dtype and device
+        self._staged: dict[Any, Tensor] = {}  # the memory of `stage`
         self.changed_unsaved: dict[str, Tensor] = {}
         """Buffers that steps have changed and the module's state dict lacks, by name."""
         self._check_rules()
@@ -198,7 +205,7 @@ class BufferAverage:
     def attach(self, comm: Communicator, plan: SummationPlan) -> None:
         """Use a group, the first or another one."""
         self._comm, self._plan = comm, plan
-        self._memory = {}
+        self._memory, self._staged = {}, {}
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -290,6 +297,61 @@ class BufferAverage:
         for mean in self._means:
             mean.stack = []
         return nodes
+
+    @torch.no_grad()
+    def stage(self, *, means_changed: bool, firsts_changed: bool) -> StagedBuffers:
+        """Copy the sums so far, and the values of micro-batch 0, to shared memory.
+
+        The arguments say what `changed_kinds` returned on this rank. Nothing is copied of what did
+        not change: every rank knows the buffers that the step started with.
+        """
+        means = []
+        for i, mean in enumerate(self._means if means_changed else ()):
+            assert mean.is_changed is not None
+            shape = len(mean.stack) + 1, mean.start.numel()
+            memory = self._staging_memory(i, shape, mean.start.dtype)
+            for row, node in zip(memory, [*mean.stack, mean.is_changed], strict=True):
+                row.copy_(node)
+            means.append(memory)
+        firsts = None
+        if firsts_changed:
+            flat = [value.reshape(-1).view(torch.uint8) for value in self._first_values]
+            values = torch.cat(flat)
+            firsts = self._staging_memory("firsts", tuple(values.shape), torch.uint8).copy_(values)
+        return StagedBuffers(means, firsts, has_first=bool(self._first_values))
+
+    def _staging_memory(self, name: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        key = name, shape, dtype
+        if key not in self._staged:
+            count = math.prod(shape)
+            self._staged[key] = self._comm.allocate(count, dtype, torch.device("cpu")).view(shape)
+        return self._staged[key]
+
+    @torch.no_grad()
+    def adopt(self, staged: StagedBuffers, nodes: Sequence[Node]) -> list[list[Tensor]]:
+        """Take over what a lost rank has staged; return its sums as `nodes` does."""
+        if staged.has_first and not self._first_values:
+            self._first_values = [start for _, start in self._firsts]
+            if staged.firsts is not None:
+                sizes = [start.nbytes for start in self._first_values]
+                parts = torch.split(staged.firsts, sizes)
+                self._first_values = [
+                    part.clone().view(start.dtype).view(start.shape)
+                    for part, start in zip(parts, self._first_values, strict=True)
+                ]
+        sums: list[list[Tensor]] = [[] for _ in nodes]
+        for i, mean in enumerate(self._means):
+            if staged.means:
+                *rows, changed = staged.means[i]
+                is_changed = changed != 0
+                mean.is_changed = (
+                    is_changed if mean.is_changed is None else mean.is_changed | is_changed
+                )
+            else:
+                rows = [mean.unchanged_sum(lo, hi) for lo, hi in nodes]
+            for each, row in zip(sums, rows, strict=True):
+                each.append(row)
+        return sums
 
     @property
     def has_first_values(self) -> bool:

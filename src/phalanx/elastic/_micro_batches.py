@@ -2,13 +2,13 @@
 
 The loop seeds the generators, restores the buffers and fetches the data of a micro-batch before the
 user's code runs, and afterwards checks that it called `MicroBatch.backward` once. When the last
-micro-batch is done, ranks exchange what else the step needs (losses, weights, buffers), and the
-gradients of the whole step are in ``.grad``.
+micro-batch is done, a rank publishes what it contributes to the step (`_contributions`), gradients
+are reduced, and buffers and losses follow. Then the gradients of the whole step are in ``.grad``.
 
-In a run whose ranks may be lost (`phalanx run --elastic`), a lost rank is noticed when gradients
-are reduced or at the end of the loop. The survivors then form a group, tell each other which
-micro-batches they have run, and the loop goes on with those that are missing (`_recovery`). The
-loop ends with a barrier: see `_generations`.
+In a run whose ranks may be lost (`phalanx run --elastic`), a lost rank is noticed at the end of the
+loop. The survivors then form a group, tell each other which micro-batches they have, their own and
+those that the lost rank had published, and the loop goes on with those that are missing
+(`_recovery`). The loop ends with a barrier: see `_generations`.
 
 A mistake that one rank finds fails the group, so that all ranks raise it. Leaving the loop early is
 reported by the next step of an optimizer or of the run, not in the loop, so that an exception that
@@ -22,8 +22,8 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from ..ddp._gradient_fold import GradientFold
 from ..ddp._summation_tree import LeafBlock, Node, ordered_sum
 from ..errors import GroupError, InvalidState, RankMismatch, RendezvousError
 from ..groups._call_site import user_site
+from ._contributions import Contribution, Contributions, LoopFlags, LoopRecord, StagedBuffers
 from ._randomness import derive_seed, seed_generators
 from ._recovery import Cover, NodeSums, node_gradients, sum_cover
 
@@ -45,44 +46,6 @@ SIGNATURE_BITS = 48  # of the hash of a batch's shapes; a float64 holds them exa
 NO_WEIGHT = -1.0
 COMMITTED_WITHOUT_ALL = "another rank committed this section before this rank had all of it"
 _running = threading.local()  # has `is_managed` while this thread is in `MicroBatch.backward`
-
-
-class LoopFlags(NamedTuple):
-    """What ranks combine at the end of every loop, whether or not a rank was lost in it."""
-
-    means_changed: float  # whether micro-batches changed buffers; see `BufferAverage`
-    firsts_changed: float
-    known_requests: float  # to join or leave
-
-    @classmethod
-    def combine(cls, flags: Iterable[LoopFlags]) -> LoopFlags:
-        """Return whether any rank changed buffers, and the most requests that any knows of."""
-        return cls(*map(max, zip(*flags, strict=True)))
-
-
-class LoopRecord(NamedTuple):
-    """What a rank tells the others at the end of a loop, as numbers of equal count on all ranks.
-
-    `losses` and `weights` have one number per micro-batch. All other fields, and those of `flags`,
-    must be single floats: `pack` puts them in a row.
-    """
-
-    losses: list[float]
-    weights: list[float]  # `NO_WEIGHT` for each, or at least 0
-    signature: float  # a hash of the shapes of its batches
-    seconds: float  # per micro-batch, in the user's code
-    flags: LoopFlags
-
-    def pack(self, longest: int) -> list[float]:
-        padding = [0.0] * (longest - len(self.losses))
-        numbers = [self.signature, self.seconds, *self.flags]
-        return [*self.losses, *padding, *self.weights, *padding, *numbers]
-
-    @classmethod
-    def unpack(cls, row: list[float], count: int, longest: int) -> LoopRecord:
-        signature, seconds, *flags = row[2 * longest :]
-        losses, weights = row[:count], row[longest : longest + count]
-        return cls(losses, weights, signature, seconds, LoopFlags(*flags))
 
 
 class MicroBatch:
@@ -223,8 +186,12 @@ class MicroBatchLoop:
         self._fold = run._fold
         self._held: dict[Node, NodeSums] = {}
         """The sums that this rank has, after a rank was lost."""
-        self._failure: GroupError | RendezvousError | None = None
-        """The error that reported a lost rank, found in a backward pass."""
+        self._adopted: dict[int, Contribution] = {}
+        """What lost ranks had published, by their rank in the group that lost them."""
+        self._published: Contributions | None = None
+        """Where this rank has published its sums, if it has."""
+        self._staged: StagedBuffers | None = None
+        """The buffers that it has published: they must not be freed before."""
         self._previous: list[tuple[Tensor, Tensor]] = []
         self._outcome: tuple[float, list[float]] | None = None
         """The loss of the step and of its micro-batches, once this rank has all of the step."""
@@ -245,23 +212,28 @@ class MicroBatchLoop:
         run._check_parameters()
         run._begin_section()
         has_regrouped = run._has_regrouped()
+        failure: GroupError | RendezvousError | None = None
         try:
             if not has_regrouped:
                 run._ensure_reducer()
                 run._reducer.begin_fold(run._fold)
         except (GroupError, RendezvousError) as error:
             run._raise_unless_recoverable(error)
-            self._failure = error
+            failure = error
         self._previous = self._set_previous_aside()
         run._buffers.begin()
-        if self._failure is None and not has_regrouped:
-            yield from self._run_block(run._fold, run._plan.block)
-            self._has_run = True
-            if self._failure is None:
-                self._failure = self._try_to_finish()
-        if self._failure is not None or has_regrouped:
-            yield from self._recover(self._failure)
-        self._publish()
+        try:
+            if failure is None and not has_regrouped:
+                yield from self._run_block(run._fold, run._plan.block)
+                self._has_run = True
+                failure = self._try_to_finish()
+            if failure is not None or has_regrouped:
+                yield from self._recover(failure)
+        finally:
+            # However the loop ends, what was published is freed or changed after this.
+            if self._published is not None:
+                self._published.clear()
+        self._complete()
 
     def _run_block(self, fold: GradientFold, block: LeafBlock) -> Iterator[MicroBatch]:
         """Yield some micro-batches, and fold their gradients."""
@@ -380,9 +352,6 @@ class MicroBatchLoop:
             run._reducer.run_micro_batch(self._fold, loss, **kwargs)
         except InvalidState as error:  # of ours: a late or sparse gradient
             self.fail(str(error))
-        except GroupError as error:  # the gradients of this rank are folded all the same
-            run._raise_unless_recoverable(error)
-            self._failure = error
         except Exception as error:
             self._raised = f"{type(error).__name__}: {error}"
             raise
@@ -421,11 +390,17 @@ class MicroBatchLoop:
         return None
 
     def _finish(self) -> None:
-        """Combine what all ranks have, if none was lost; the gradients are reduced already."""
-        run = self._run
+        """Combine what all ranks have run, if none was lost."""
+        run, contributions = self._run, self._run._contributions
+        assert contributions is not None, "there is a reducer"
+        mine = self._record()
+        contributions.write_record(mine)
+        self._publish(contributions, mine.flags)
+        run._reducer.reduce_fold()
         if faultpoints.armed:
             faultpoints.reach("elastic:reduced")
-        records = self._exchange()
+        records = contributions.exchange(mine, run._plan)
+        self._check_signatures({record.signature for record in records})
         if faultpoints.armed:
             faultpoints.reach("elastic:recorded")
         losses = [loss for record in records for loss in record.losses]
@@ -438,6 +413,27 @@ class MicroBatchLoop:
         self._known_requests = int(flags.known_requests)
         self._all_seconds = [record.seconds for record in records]
         self._pass_barrier(outcome)
+
+    def _publish(self, contributions: Contributions, flags: LoopFlags) -> None:
+        """Let survivors use the sums of this rank if it dies before the step is committed."""
+        run = self._run
+        if not run._has_dynamic_membership or not contributions.outlive_ranks:
+            return
+        self._staged = run._buffers.stage(
+            means_changed=bool(flags.means_changed), firsts_changed=bool(flags.firsts_changed)
+        )
+        if faultpoints.armed:
+            faultpoints.reach("elastic:publish")
+        self._published = contributions
+        contributions.publish(
+            run._run_state.section,
+            run._reducer,
+            run._plan.block.nodes,
+            run._fold.used,
+            self._staged,
+        )
+        if faultpoints.armed:
+            faultpoints.reach("elastic:published")
 
     def _apply_weights(
         self, losses: list[float], weights: list[float]
@@ -473,7 +469,7 @@ class MicroBatchLoop:
                 faultpoints.reach("elastic:commit")
             self._run._comm.barrier()
 
-    def _publish(self) -> None:
+    def _complete(self) -> None:
         """Show the user the committed step: ``.grad``, loader position, losses."""
         run, step = self._run, self.step
         assert self._outcome is not None
@@ -496,31 +492,15 @@ class MicroBatchLoop:
             float(means_changed), float(firsts_changed), float(self._run._known_requests)
         )
 
-    def _exchange(self) -> list[LoopRecord]:
-        """Return every rank's record of the loop."""
-        run, comm = self._run, self._run._comm
+    def _record(self) -> LoopRecord:
         pairs = [self._results[number] for number in sorted(self._results)]
-        losses, weights = [loss for loss, _ in pairs], [weight for _, weight in pairs]
-        mine = LoopRecord(
-            losses,
-            weights,
+        return LoopRecord(
+            [loss for loss, _ in pairs],
+            [weight for _, weight in pairs],
             float(self._signature),
-            (self._seconds - run._reducer.exposed_seconds) / len(pairs),
+            self._seconds / len(pairs),
             self._flags(),
         )
-        if comm.size == 1:
-            return [mine]
-        lengths = [len(block) for block in run._plan.blocks]
-        longest = max(lengths)
-        row = mine.pack(longest)
-        # A sum is the fastest collective. What the others add is its identity, so numbers are kept.
-        rows = torch.full((comm.size, len(row)), -0.0, dtype=torch.float64, device=comm.device)
-        rows[comm.rank] = torch.tensor(row, dtype=torch.float64)
-        comm.sum(rows.view(-1)).wait()
-        pairs_of = zip(rows.tolist(), lengths, strict=True)
-        records = [LoopRecord.unpack(row, count, longest) for row, count in pairs_of]
-        self._check_signatures({record.signature for record in records})
-        return records
 
     def _check_signatures(self, signatures: set[float]) -> None:
         comm = self._run._comm
@@ -557,16 +537,19 @@ class MicroBatchLoop:
         `error`: what reported the lost rank; None if the survivors have regrouped already.
         """
         run = self._run
+        # Of the group that has lost a rank; only there has any rank published its sums.
+        contributions = run._contributions
         if self._has_run:
             self._hold(run._fold, clones=False)
         # The nodes are in _held now; sums of redone micro-batches start empty.
         run._buffers.take_nodes()
         while True:
-            self._failure = None
             try:
                 if error is not None and not run._regroup(error):
                     assert self._outcome is not None, COMMITTED_WITHOUT_ALL
                     return
+                if contributions is not None:
+                    self._adopt(contributions)
                 run._ensure_reducer()
                 while (cover := self._exchange_held()).missing:
                     yield from self._redo(cover.to_redo(run._comm.rank))
@@ -575,6 +558,18 @@ class MicroBatchLoop:
             except (GroupError, RendezvousError) as caught:
                 run._raise_unless_recoverable(caught)
                 error = caught
+
+    def _adopt(self, contributions: Contributions) -> None:
+        """Hold what lost ranks had published. All survivors do, and the first of them uses it."""
+        run = self._run
+        for each in contributions.of_dead_ranks(run._run_state.section, dict(run._named)):
+            if each.rank in self._adopted:
+                continue
+            self._adopted[each.rank] = each
+            of_buffers = run._buffers.adopt(each.buffers, list(each.gradients))
+            for (node, gradients), sums in zip(each.gradients.items(), of_buffers, strict=True):
+                self._held[node] = NodeSums(gradients, sums)
+            self._used |= each.used
 
     def _redo(self, ranges: list[range]) -> Iterator[MicroBatch]:
         run = self._run
@@ -596,13 +591,18 @@ class MicroBatchLoop:
         run = self._run
         if faultpoints.armed:
             faultpoints.reach("elastic:cover")
+        adopted = self._adopted.values()
+        results, signatures = dict(self._results), [float(self._signature)] if self._results else []
+        for each in adopted:
+            results.update(each.results)
+            signatures.append(each.record.signature)
         mine = {
             "nodes": list(self._held),
-            "results": list(self._results.items()),
-            "signature": self._signature if self._results else None,
+            "results": list(results.items()),
+            "signatures": signatures,
             "used": sorted(self._used),
             "has_first": run._buffers.has_first_values,
-            "flags": self._flags(),
+            "flags": LoopFlags.combine([self._flags(), *(each.record.flags for each in adopted)]),
         }
         texts = run._comm.exchange(json.dumps(mine))
         self._records = [json.loads(text) for text in texts]
@@ -612,7 +612,7 @@ class MicroBatchLoop:
     def _sum_held(self, cover: Cover) -> None:
         """Sum the gradients and buffers of all ranks."""
         run, records = self._run, self._records
-        self._check_signatures({each["signature"] for each in records} - {None})
+        self._check_signatures({found for each in records for found in each["signatures"]})
         results = {number: pair for each in records for number, pair in each["results"]}
         losses, weights = zip(*(results[i] for i in range(run.micro_batches)), strict=True)
         divisor = float(run.micro_batches) if weights[0] == NO_WEIGHT else 1.0

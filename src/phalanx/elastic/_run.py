@@ -64,6 +64,7 @@ from ..groups._call_site import warn_user
 from ..groups._current_group import default_group
 from ..groups._factory import DEFAULT_TIMEOUT
 from ._buffers import BufferAverage, BufferRule, is_expanded
+from ._contributions import Contributions
 from ._division import Rebalancing, share_of
 from ._elastic_worker import ElasticWorker, MembershipChange
 from ._evaluation import Evaluation
@@ -182,6 +183,7 @@ class ElasticRun:
             micro_batches=self.micro_batches,
         )
         self._has_reducer = False
+        self._contributions: Contributions | None = None  # None without a reducer
         self._progress: tuple[list[str], list[int] | None] = [], None
         """The names of the parameters of the last reducer, and its progress."""
         self._owns_group = False
@@ -268,6 +270,7 @@ class ElasticRun:
         )
         self._reducer = Reducer(self._named, self._comm, options, reduce="sum")
         self._has_reducer = True
+        self._contributions = Contributions(self._comm, self.micro_batches)
         if self._reducer.optimizers:
             raise InvalidState(
                 "ElasticRun cannot step optimizers in backward: call optimizer.step()"
@@ -278,6 +281,7 @@ class ElasticRun:
         if self._has_reducer:
             self._reducer.close()
             self._has_reducer = False
+            self._contributions = None
 
     def _make_fold(self, block: LeafBlock) -> GradientFold:
         """Make a fold of micro-batches whose sums are not reduced with their last pass."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ._backend_registry import Backend
     from ._peers import Roster
     from ._store import HostedStore
+    from .backends._shm_region import Slab
 
 
 @dataclass(frozen=True)
@@ -253,6 +254,11 @@ class ProcessGroup(dist.ProcessGroup):
         if offset.item() < 0:
             raise error
         return cast("Tensor", slab.map_shared(owner, int(offset.item()), nbytes))
+
+    @property
+    def _shared_memory(self) -> Slab | None:
+        """This rank's part of the memory that all ranks share, if there is any."""
+        return cast("Slab", self._engine._slab) if self.shares_memory else None
 
     def _is_shared(self, tensor: Tensor) -> bool:
         """Whether a tensor is in this rank's shared memory."""

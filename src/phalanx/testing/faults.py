@@ -30,6 +30,8 @@ Those of `phalanx.elastic.ElasticRun`, in the order of a run:
 ``elastic:forward``           before the script gets a micro-batch
 ``elastic:backward``          before the backward pass of a micro-batch
 ``elastic:folded``            after a micro-batch: gradients and buffers are added to this rank's
+``elastic:publish``           before a rank publishes the sums of its micro-batches (shared memory)
+``elastic:published``         after it: from now on the survivors use them
 ``ddp:reduce_fold``           before the sum of each bucket over ranks starts
 ``elastic:reduced``           the gradients of a loop are summed, also after a recovery
 ``elastic:recorded``          ranks have exchanged the losses and flags of a loop

@@ -379,6 +379,25 @@ class Slab:
         """Whether a tensor is in this rank's part of the region."""
         return 0 <= tensor.data_ptr() - self._base < self._size
 
+    def offset_of(self, tensor: Tensor) -> int:
+        """Return where a tensor of `allocate` is, for `map_peer` of another rank."""
+        return tensor.data_ptr() - self._base
+
+    def map_peer(self, owner: int, offset: int, nbytes: int) -> Tensor:
+        """Return bytes in another rank's part of the region.
+
+        They keep the region mapped, but do not keep the owner from freeing them: use them only if
+        it cannot, because it has died.
+        """
+        start = self._native.region.slab(owner)[0] + offset
+        buffer = (ctypes.c_char * nbytes).from_address(start)
+        weakref.finalize(buffer, _keep, self).atexit = False
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def dead_ranks(self) -> list[int]:
+        """List the ranks whose process has ended: what they have stored is final."""
+        return self._native.dead_ranks()
+
     def allocate_shared(self, nbytes: int) -> int:
         """Allocate memory that every rank will `map_shared`, and return its offset.
 
@@ -460,6 +479,10 @@ class Slab:
             else:
                 merged.append((start, available))
         self._free = merged
+
+
+def _keep(_: object) -> None:
+    """Do nothing. A finalizer with this callback keeps its argument alive."""
 
 
 def _round_up_to_pages(nbytes: int) -> int:

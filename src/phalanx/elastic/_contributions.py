@@ -1,0 +1,319 @@
+"""What each rank contributes to a loop over micro-batches, and how the other ranks get it.
+
+A contribution is a `LoopRecord` (losses, weights, flags) and the sums of the rank's micro-batches:
+nodes of the step's tree, of gradients and of buffers.
+
+Where ranks share memory, a rank *publishes* its contribution when it has run its micro-batches,
+before it waits for the others. Every rank has a row in one table. The row has the record, so that
+after the gradients are reduced, which all ranks take part in after they have published, the records
+of all can be read without another collective. It also says where in the rank's shared memory its
+sums are. If the rank dies, they outlive it: the survivors read them and need not run its
+micro-batches again.
+
+The mark of a row is the section whose contribution is complete, or 0. It is read only after the
+death of the rank, which orders it behind all that the rank has stored before it, and the rest of
+the row. So these rules keep a torn contribution from being used:
+
+- The mark is stored after everything that it vouches for, and set to 0 before any of that is
+  changed or freed: at the commit, and however else the loop ends.
+- A rank is dead when the engine says so, by a pidfd: no thread of it can run any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..ddp._buckets import GRADIENT_ALIGNMENT, Bucket, FlatViews
+from ..ddp._communicator import Communicator
+from ..ddp._reducer import Reducer
+from ..ddp._summation_tree import Node, SummationPlan
+from ..errors import InvalidState
+from ..groups._store import from_json, to_json
+
+LINE_WORDS = 8  # of 8 bytes: rows of different ranks are in different cache lines
+MARK, TEXT_OFFSET, TEXT_LENGTH, TURN, RECORDS = range(5)  # words of a row; two records follow
+
+
+class LoopFlags(NamedTuple):
+    """What ranks combine at the end of every loop, whether or not a rank was lost in it."""
+
+    means_changed: float  # whether micro-batches changed buffers; see `BufferAverage`
+    firsts_changed: float
+    known_requests: float  # to join or leave
+
+    @classmethod
+    def combine(cls, flags: Iterable[LoopFlags]) -> LoopFlags:
+        """Return whether any rank changed buffers, and the most requests that any knows of."""
+        return cls(*map(max, zip(*flags, strict=True)))
+
+
+class LoopRecord(NamedTuple):
+    """What a rank tells the others at the end of a loop, as numbers of equal count on all ranks.
+
+    `losses` and `weights` have one number per micro-batch. All other fields, and those of `flags`,
+    must be single floats: `pack` puts them in a row.
+    """
+
+    losses: list[float]
+    weights: list[float]  # `NO_WEIGHT` for each, or at least 0
+    signature: float  # a hash of the shapes of its batches
+    seconds: float  # per micro-batch, in the user's code
+    flags: LoopFlags
+
+    def pack(self, longest: int) -> list[float]:
+        padding = [0.0] * (longest - len(self.losses))
+        numbers = [self.signature, self.seconds, *self.flags]
+        return [*self.losses, *padding, *self.weights, *padding, *numbers]
+
+    @classmethod
+    def unpack(cls, row: list[float], count: int, longest: int) -> LoopRecord:
+        signature, seconds, *flags = row[2 * longest :]
+        losses, weights = row[:count], row[longest : longest + count]
+        return cls(losses, weights, signature, seconds, LoopFlags(*flags))
+
+
+class StagedBuffers(NamedTuple):
+    """What the micro-batches of a rank left in the buffers, in shared memory.
+
+    See `BufferAverage.stage`.
+    """
+
+    means: list[Tensor]
+    """For each kind of buffer a row per node, and one that says which elements have changed. Empty
+    if nothing has."""
+    firsts: Tensor | None  # the bytes that micro-batch 0 left; None if it changed none
+    has_first: bool  # whether the rank has run micro-batch 0
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor is in the shared memory of a rank."""
+
+    offset: int
+    dtype: str
+    shape: list[int]
+
+
+@dataclass(frozen=True)
+class PublishedSums:
+    """Where the sums of a rank are, and what they are sums of; sent as JSON."""
+
+    nodes: list[Node]
+    used: list[str]
+    """The parameters that got a gradient."""
+    buckets: list[tuple[list[str], TensorPlace]]
+    """The parameters of each bucket, and its slots: a row for the result, then one per node."""
+    means: list[TensorPlace]
+    firsts: TensorPlace | None
+    has_first: bool
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """The contribution of a rank that has died, in its memory."""
+
+    rank: int
+    record: LoopRecord
+    used: set[str]
+    gradients: dict[Node, dict[str, Tensor]]
+    buffers: StagedBuffers
+
+    @property
+    def results(self) -> dict[int, tuple[float, float]]:
+        """The loss and the weight of its micro-batches, by number."""
+        numbers = [leaf for lo, hi in self.gradients for leaf in range(lo, hi)]
+        pairs = zip(self.record.losses, self.record.weights, strict=True)
+        return dict(zip(numbers, pairs, strict=True))
+
+
+class Contributions:
+    """The contributions of a group's ranks to the loop that they are in."""
+
+    def __init__(self, comm: Communicator, micro_batches: int) -> None:
+        """Every rank of the group calls it."""
+        self._comm = comm
+        self._micro_batches = micro_batches
+        empty = LoopRecord([], [], 0.0, 0.0, LoopFlags(0.0, 0.0, 0.0))
+        length = len(empty.pack(micro_batches))
+        # A rank may write its next record while others read this one; none can be two ahead.
+        self._records = [slice(RECORDS + i * length, RECORDS + (i + 1) * length) for i in (0, 1)]
+        self._turn = 0
+        self._table = self._words = torch.empty(0, 0)
+        self._memory = comm.shared_memory if comm.size > 1 else None
+        """The shared memory of this group; None if it has none."""
+        self._text = torch.empty(0, dtype=torch.uint8)
+        """A `PublishedSums` of this rank. It is true for `_described`, and those buckets."""
+        self._described: tuple[object, ...] = ()
+        self._first_bucket: Callable[[], Bucket | None] = lambda: None
+        if self._memory is not None:
+            self._make_table()
+
+    def _make_table(self) -> None:
+        words = -(-self._records[1].stop // LINE_WORDS) * LINE_WORDS
+        try:
+            memory = self._comm.allocate_shared(8 * words * self._comm.size, owner=0)
+        except InvalidState:  # on all ranks: there is no memory left
+            self._memory = None
+            return
+        self._words = memory.view(torch.int64).view(self._comm.size, words)
+        self._table = memory.view(torch.float64).view(self._comm.size, words)
+        self.clear()
+        self._comm.barrier()  # from now on the mark of every rank is valid
+
+    def clear(self) -> None:
+        """Take back what this rank has published, before it changes or frees any of it."""
+        if self._memory is not None:
+            self._words[self._comm.rank, MARK] = 0
+
+    def exchange(self, mine: LoopRecord, plan: SummationPlan) -> list[LoopRecord]:
+        """Return the records of all ranks, which all have published and reduced the gradients."""
+        comm, lengths = self._comm, [len(block) for block in plan.blocks]
+        if comm.size == 1:
+            return [mine]
+        if self._memory is not None:
+            longest, rows = self._micro_batches, self._table[:, self._records[self._turn]].tolist()
+        else:
+            longest = max(lengths)
+            row = mine.pack(longest)
+            # A sum is the fastest collective. What the others add is its identity, so that numbers
+            # are kept.
+            sums = torch.full((comm.size, len(row)), -0.0, dtype=torch.float64, device=comm.device)
+            sums[comm.rank] = torch.tensor(row, dtype=torch.float64)
+            comm.sum(sums.view(-1)).wait()
+            rows = sums.tolist()
+        pairs = zip(rows, lengths, strict=True)
+        return [LoopRecord.unpack(row, count, longest) for row, count in pairs]
+
+    # -- shared memory -----------------------------------------------------------------------
+
+    @property
+    def outlive_ranks(self) -> bool:
+        """Whether the survivors can read what a rank that died has published."""
+        return self._memory is not None
+
+    def write_record(self, mine: LoopRecord) -> None:
+        """Let the other ranks read the record of this one; before the gradients are reduced."""
+        if self._memory is not None:
+            self._turn = 1 - self._turn
+            row = torch.tensor(mine.pack(self._micro_batches), dtype=torch.float64)
+            self._table[self._comm.rank, self._records[self._turn]] = row
+
+    def publish(
+        self,
+        section: int,
+        reducer: Reducer,
+        nodes: list[Node],
+        used: set[int],
+        buffers: StagedBuffers,
+    ) -> None:
+        """Let survivors use the sums of this rank, which must not change until `clear`.
+
+        Without shared memory left for any of them, nothing is published.
+        """
+        if self._memory is None:
+            return
+        of_buffers = [*buffers.means, *([] if buffers.firsts is None else [buffers.firsts])]
+        described = nodes, used, buffers.has_first, [_address(each) for each in of_buffers]
+        # New buckets may be at the address of old ones, with other members.
+        is_known = self._first_bucket() is reducer.buckets[0] and described == self._described
+        if not is_known:
+            if not self._describe(reducer, nodes, used, buffers):
+                return
+            self._first_bucket = weakref.ref(reducer.buckets[0])
+            self._described = described[0], set(used), *described[2:]
+        row = self._words[self._comm.rank]
+        row[TEXT_OFFSET] = self._memory.offset_of(self._text)
+        row[TEXT_LENGTH] = len(self._text)
+        row[TURN] = self._turn
+        row[MARK] = section
+
+    def _describe(
+        self, reducer: Reducer, nodes: list[Node], used: set[int], buffers: StagedBuffers
+    ) -> bool:
+        tensors = [_slots(bucket) for bucket in reducer.buckets]
+        places = [self._place(each) for each in (*tensors, *buffers.means)]
+        firsts = None if buffers.firsts is None else self._place(buffers.firsts)
+        found = [place for place in places if place is not None]
+        if len(found) < len(places) or (firsts is None) != (buffers.firsts is None):
+            return False
+        sums = PublishedSums(
+            nodes,
+            [reducer.names[i] for i in sorted(used)],
+            [
+                ([reducer.names[i] for i in bucket.members], place)
+                for bucket, place in zip(reducer.buckets, found, strict=False)
+            ],
+            found[len(tensors) :],
+            firsts,
+            buffers.has_first,
+        )
+        data = bytearray(to_json(sums).encode())
+        text = self._comm.allocate(len(data), torch.uint8, torch.device("cpu"))
+        assert self._memory is not None
+        if not self._memory.holds(text):
+            return False
+        self._text = text.copy_(torch.frombuffer(data, dtype=torch.uint8))
+        return True
+
+    def _place(self, tensor: Tensor) -> TensorPlace | None:
+        assert self._memory is not None
+        if not self._memory.holds(tensor):
+            return None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return TensorPlace(self._memory.offset_of(tensor), dtype, list(tensor.shape))
+
+    def of_dead_ranks(
+        self, section: int, parameters: Mapping[str, Parameter]
+    ) -> list[Contribution]:
+        """Return what ranks have published in a section and left behind; `parameters` by name."""
+        if self._memory is None:
+            return []
+        marked = self._words[:, MARK].tolist()
+        return [
+            self._read(rank, parameters)
+            for rank in self._memory.dead_ranks()
+            if marked[rank] == section
+        ]
+
+    def _read(self, rank: int, parameters: Mapping[str, Parameter]) -> Contribution:
+        assert self._memory is not None
+        offset, length, turn = self._words[rank, TEXT_OFFSET : TURN + 1].tolist()
+        text = self._memory.map_peer(rank, offset, length)
+        sums = from_json(bytes(text.tolist()), PublishedSums)
+        gradients: dict[Node, dict[str, Tensor]] = {node: {} for node in sums.nodes}
+        for names, place in sums.buckets:
+            slots = self._map(rank, place)
+            members = [parameters[name] for name in names]
+            for node, row in zip(sums.nodes, slots[1:], strict=False):
+                views = FlatViews(row, members, GRADIENT_ALIGNMENT).views
+                gradients[node].update(zip(names, views, strict=True))
+        buffers = StagedBuffers(
+            [self._map(rank, place) for place in sums.means],
+            None if sums.firsts is None else self._map(rank, sums.firsts),
+            sums.has_first,
+        )
+        count, longest = sum(hi - lo for lo, hi in sums.nodes), self._micro_batches
+        record = LoopRecord.unpack(self._table[rank, self._records[turn]].tolist(), count, longest)
+        return Contribution(rank, record, set(sums.used), gradients, buffers)
+
+    def _map(self, rank: int, place: TensorPlace) -> Tensor:
+        assert self._memory is not None
+        dtype = getattr(torch, place.dtype)
+        nbytes = torch.Size(place.shape).numel() * dtype.itemsize
+        return self._memory.map_peer(rank, place.offset, nbytes).view(dtype).view(place.shape)
+
+
+def _address(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _slots(bucket: Bucket) -> Tensor:
+    assert bucket.slots is not None, "sparse gradients are refused"
+    return bucket.slots.tensor

@@ -147,7 +147,9 @@ def test_corrupted_checkpoints_are_rejected(original, tmp_path, share):
         if try_to_load(folder, state, number) is None:
             assert same(wanted(), state), f"input {number} was loaded in part"
         is_good = try_to_verify(folder, number) == []
-        assert not is_good or files[MANIFEST] != original[MANIFEST], f"input {number} is not good"
+        # A splice may write the bytes that were there: the names of files are random.
+        may_be_good = files[MANIFEST] != original[MANIFEST] or files == original
+        assert may_be_good or not is_good, f"input {number} is not good"
         if whole is not None:
             survived += 1
             if files[MANIFEST] == original[MANIFEST]:

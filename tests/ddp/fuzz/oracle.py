@@ -8,6 +8,7 @@ that any rank has reached since the last one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +58,16 @@ def add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 class Oracle:
     """One process that has the data of all ranks."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(
+        self, program: Program, continue_from: Mapping[str, Sequence[Tensor]] | None = None
+    ) -> None:
+        """`continue_from`: parameters to use from the end of a turn on, by its moment.
+
+        Parameters that differ by the rounding of a reduction may become different numbers of a
+        small type, and gradients that cancel are then far apart.
+        """
         self.program = program
+        self.continue_from = continue_from or {}
         self.net = make(program, 0)
         self.parameters = list(self.net.parameters())
         self.reduced: Gradients = self.nothing()
@@ -126,6 +135,11 @@ class Oracle:
                 self.on_gradients(self.optimizer.step)
         self.zero(turn.zero)
         self.note(f"{number}", reduced=not turn.passes[-1].local)
+        with torch.no_grad():
+            for mine, theirs in zip(
+                self.parameters, self.continue_from.get(f"{number}", ()), strict=False
+            ):
+                mine.copy_(theirs)
 
     def evaluate(self) -> None:
         if self.joins:

@@ -5,7 +5,8 @@ SIGKILL at a random time, several times. Workers log what they commit, with the 
 (`peers.commit_log`); `recovery_times` derives the figures from it. Systems take turns, in an order
 drawn for every round. A job that hangs or ends is a failure and counts as such.
 
-``phalanx, elastic`` is ``phalanx run --elastic``. ``phalanx, restart`` (``--max-restarts``) and
+``phalanx, elastic`` is ``phalanx run --elastic``, and ``phalanx, standby`` the same with
+``--standby``. ``phalanx, restart`` (``--max-restarts``) and
 ``torchrun`` restart all workers from a checkpoint that is made every 10 steps. ``torchft`` goes on
 without the lost worker; the time is how long its lighthouse waits for a heartbeat.
 
@@ -54,8 +55,9 @@ KILL_TIMEOUT = 90.0
 """Until a job has recovered from a kill and replaced the worker."""
 SETTLED = 20
 """Steps that all ranks make before the next kill."""
-QUIET = (1.0, 2.0)
-"""Seconds between that and a kill: steps without faults are timed meanwhile."""
+QUIET = (3.0, 4.0)
+"""Seconds between that and a kill: steps without faults are timed meanwhile. A standby takes about
+as long until it is ready again."""
 
 
 @dataclass(frozen=True)

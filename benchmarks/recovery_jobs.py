@@ -76,6 +76,12 @@ def _elastic(ranks: int, args: Sequence[str], _: Path) -> list[Process]:
     return [Process([_tool("phalanx"), "run", "-n", str(ranks), "--elastic", *_script(args)])]
 
 
+def _standby(ranks: int, args: Sequence[str], checkpoints: Path) -> list[Process]:
+    (process,) = _elastic(ranks, args, checkpoints)
+    place = process.command.index("--elastic")
+    return [Process([*process.command[:place], "--standby", *process.command[place:]])]
+
+
 def _restart(ranks: int, args: Sequence[str], checkpoints: Path) -> list[Process]:
     command = [_tool("phalanx"), "run", "-n", str(ranks), "--max-restarts", MANY]
     return [Process([*command, *_script(args), "--checkpoints", str(checkpoints)])]
@@ -118,6 +124,7 @@ def _torchft(heartbeat: float) -> Launch:
 
 LAUNCHES: dict[str, Launch] = {
     "phalanx, elastic": _elastic,
+    "phalanx, standby": _standby,
     "phalanx, restart": _restart,
     "torchrun": _torchrun,
     "torchft, 5 s": _torchft(5.0),

@@ -139,6 +139,23 @@ def read_elastic_env(environ: Mapping[str, str] = os.environ) -> ElasticEnv | No
         ) from error
 
 
+def changed_variables() -> list[str]:
+    """Return the variables that this process has set, changed or removed since it started.
+
+    Without those that torch sets when it imports its compiler.
+    """
+    try:
+        text = Path("/proc/self/environ").read_bytes()
+    except OSError:
+        return []
+    entries = [entry.partition(b"=") for entry in text.split(b"\0") if entry]
+    before = {os.fsdecode(name): os.fsdecode(value) for name, _, value in entries}
+    names = {
+        name for name in before.keys() | os.environ if before.get(name) != os.environ.get(name)
+    }
+    return sorted(name for name in names if not name.startswith("TORCHINDUCTOR_"))
+
+
 def launched_rank(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
     """Read the variables of the launcher; None if there is no ``RANK`` or no ``WORLD_SIZE``."""
     return read_rank_env(environ) if {"RANK", "WORLD_SIZE"} <= environ.keys() else None

@@ -118,6 +118,21 @@ def test_what_a_rank_had_not_published_is_run_again(tmp_path, backend):
     assert "elastic:redo" in outcome.points
 
 
+def test_standbys_take_the_place_of_lost_ranks(tmp_path):
+    """Processes that were started before the failures, as often as one was ready."""
+    plan = FaultPlan.random(5, mean_time_between_failures=2.5, count=5)
+    outcome = train(
+        Training("conv", steps=300),
+        tmp_path,
+        ranks=3,
+        workers=1,
+        plan=plan,
+        options=["--standby"],
+        timeout=180,
+    )
+    assert len(outcome.injected) >= 3
+
+
 def failures(*actions, at=1.0, gap=1.0):
     planned = [PlannedFailure(at=at + gap * i, action=each) for i, each in enumerate(actions)]
     return FaultPlan(tuple(planned))

@@ -25,14 +25,14 @@ def no_other_runs(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def eventually(condition, *, what="it"):
+def eventually(condition, *, what="it", seconds=DEADLINE):
     """Return the first true value of `condition`; fail after the deadline."""
-    deadline = time.monotonic() + DEADLINE
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
             return value
         time.sleep(0.005)
-    raise AssertionError(f"no {what() if callable(what) else what} in {DEADLINE} s")
+    raise AssertionError(f"no {what() if callable(what) else what} in {seconds} s")
 
 
 def is_alive(pid):

@@ -19,7 +19,7 @@ import phalanx.launch
 from phalanx.env import ElasticEnv, read_elastic_env, usable_cores
 from phalanx.errors import InvalidArgument, InvalidState
 
-from .conftest import eventually, is_alive, unlabelled
+from .conftest import DEADLINE, eventually, is_alive, unlabelled
 from .internals import (
     ChannelReader,
     ControlServer,
@@ -84,7 +84,7 @@ class Run:
     def workers(self):
         return {each["worker"]: each for each in self.status["workers"]}
 
-    def wait_for(self, *names):
+    def wait_for(self, *names, seconds=DEADLINE):
         """Wait until exactly these workers are members; return their pids."""
 
         def pids():
@@ -93,7 +93,8 @@ class Run:
                 return [found[name]["pid"] for name in names]
             return None
 
-        return eventually(pids, what=lambda: f"{names} among {self.workers()}")
+        what = lambda: f"{names} among {self.workers()}"  # noqa: E731
+        return eventually(pids, what=what, seconds=seconds)
 
     def tell(self, name, order):
         unfinished = self.directory / "order"
@@ -733,3 +734,125 @@ def test_a_channel_keeps_what_was_written_before_the_end():
         channel.close_worker_end()
     finally:
         reader.close()
+
+
+# -- a standby -----------------------------------------------------------------------------
+
+PRELOADING = 60.0  # seconds that a standby has to import torch and its compiler
+READY = "report('ready', max_members=8)\n    "
+DESCRIBE = """
+    import torch
+    print(__name__, __file__, sys.argv, sys.path[0], os.readlink("/proc/self/fd/0"))
+    print(type(sys.modules["__main__"]).__name__, sys.modules["__main__"].name)
+"""
+
+
+def standby_of(run, members):
+    """Wait for the standby of a run; return its pid. Members may have been standbys, too."""
+
+    def find():
+        for path in {*Path("/proc").glob("[0-9]*")} - {Path(f"/proc/{pid}") for pid in members}:
+            with contextlib.suppress(OSError):
+                is_child = f"\nPPid:\t{run.process.pid}\n" in (path / "status").read_text()
+                if is_child and b"/_standby.py\0" in (path / "cmdline").read_bytes():
+                    return int(path.name)
+        return None
+
+    return eventually(find, what="standby")
+
+
+@pytest.mark.slow
+def test_a_standby_becomes_the_replacement_of_a_lost_rank(start, tmp_path):
+    run = start(2, "--standby", setup=READY + DESCRIBE.strip())
+    pids = run.wait_for("0.0", "1.0")
+    for number in (1, 2):
+        standby = standby_of(run, pids)
+        os.kill(pids[1], signal.SIGKILL)
+        pids = run.wait_for("0.0", f"1.{number}", seconds=PRELOADING)
+        assert pids[1] == standby
+    standby = standby_of(run, pids)
+    os.kill(pids[0], signal.SIGKILL)
+    pids = run.wait_for("0.1", "1.2", seconds=PRELOADING)
+    assert pids[0] == standby
+    standby = standby_of(run, pids)
+    code, out, err = run.end("0.1", "1.2")
+    assert code == 0, err
+    assert not is_alive(standby)
+    path = tmp_path / "train.py"
+    described = f"__main__ {path} ['{path}'] {tmp_path} /dev/null"
+    lines = unlabelled(out, 1)
+    assert lines[1::3] == [described] * 3, "as in a process of its own"
+    assert lines[2::3] == [f"module 1.{number}" for number in range(3)]
+    assert unlabelled(out, 0)[1::3] == [described] * 2
+
+
+def test_a_standby_that_has_died_is_not_used(start):
+    run = start(2, "--standby", setup=READY)
+    pids = run.wait_for("0.0", "1.0")
+    standby = standby_of(run, pids)
+    os.kill(standby, signal.SIGKILL)
+    eventually(lambda: not is_alive(standby), what="end of the standby")
+    os.kill(pids[1], signal.SIGKILL)
+    assert standby_of(run, run.wait_for("0.0", "1.1"))
+    code, _, err = run.end("0.0", "1.1")
+    assert code == 0, err
+    assert err.count("lost") == 1
+
+
+def test_a_standby_ends_with_the_launcher(start):
+    run = start(2, "--standby", setup=READY)
+    pids = run.wait_for("0.0", "1.0")
+    pids.append(standby_of(run, pids))
+    run.process.kill()
+    eventually(lambda: not any(map(is_alive, pids)), what="end of all processes")
+
+
+@pytest.mark.slow
+def test_an_exception_of_a_former_standby_has_the_traceback_of_a_script(start, tmp_path):
+    run = start(2, "--standby", "--linger", 0, setup=READY)
+    pids = run.wait_for("0.0", "1.0")
+    assert standby_of(run, pids)
+    os.kill(pids[1], signal.SIGKILL)
+    run.wait_for("0.0", "1.1", seconds=PRELOADING)
+    run.tell("1.1", "raise ValueError('no such sample')")
+    _, err = run.process.communicate(timeout=20)
+    assert run.process.returncode == 1
+    first = f'    Traceback (most recent call last):\n      File "{tmp_path / "train.py"}", line'
+    assert f"rank 1 failed first: exit code 1\n{first}" in err
+    assert "_standby.py" not in err
+
+
+@pytest.mark.slow
+def test_a_module_runs_in_a_standby(script, launcher, tmp_path):
+    body = WORKER.replace("SETUP", READY + "print(__spec__.name, sys.argv[1:], sys.path[0])")
+    script(body, name="train/job.py")
+    run = Run(launcher, "train.job", tmp_path, 2, "--standby", "-m")
+    pids = run.wait_for("0.0", "1.0")
+    standby = standby_of(run, pids)
+    os.kill(pids[1], signal.SIGKILL)
+    assert run.wait_for("0.0", "1.1", seconds=PRELOADING)[1] == standby
+    code, out, err = run.end("0.0", "1.1")
+    assert code == 0, err
+    assert unlabelled(out, 1)[1::2] == [f"train.job [] {tmp_path}"] * 2
+
+
+def test_a_script_that_sets_variables_has_no_standby(start):
+    """torch may have read them when it was imported."""
+    setup = READY + "report('created', changed_variables=['MKL_CBWR', 'OMP_DYNAMIC'])"
+    run = start(2, "--standby", setup=setup)
+    pids = run.wait_for("0.0", "1.0")
+    os.kill(pids[1], signal.SIGKILL)
+    run.wait_for("0.0", "1.1")
+    code, _, err = run.end("0.0", "1.1")
+    assert code == 0
+    message = "no standby: the script sets MKL_CBWR, OMP_DYNAMIC, maybe before it imports torch"
+    assert err.count(f"phalanx: {message}\n") == 1
+
+
+def test_a_standby_is_for_elastic_runs(cli, script):
+    path = script("")
+    done = cli("run", "--standby", "-n", 2, path)
+    assert done.returncode == 2
+    assert "--standby is for elastic runs: add --elastic" in done.stderr
+    with pytest.raises(InvalidArgument, match="standby is for elastic runs"):
+        phalanx.launch.run(path, ranks=2, standby=True)

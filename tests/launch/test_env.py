@@ -166,3 +166,19 @@ def test_the_build_of_torch_is_known_without_importing_it():
     version = torch_version.__dict__
     built = [kind for kind in ("cuda", "hip", "xpu") if version[kind]]
     assert done.stdout == f"{built} False\n"
+
+
+def test_variables_that_a_process_has_changed():
+    """Not those that it was started with, nor what torch's compiler sets."""
+    program = """if True:
+        import os
+        from phalanx.env import changed_variables
+
+        assert changed_variables() == []
+        os.environ["NEW"], os.environ["KEPT"], os.environ["CHANGED"] = "1", "2", "4"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/tmp/x"
+        del os.environ["REMOVED"]
+        assert changed_variables() == ["CHANGED", "NEW", "REMOVED"]
+    """
+    environ = {**os.environ, "KEPT": "2", "CHANGED": "3", "REMOVED": "", "EMPTY": ""}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True)

@@ -18,6 +18,10 @@ class Attempt:
         self.started, self.messages, self.sent = [], [], []
         self.cause = None
         self.end = ""
+        self.standbys = 0
+
+    def prepare_standby(self):
+        self.standbys += 1
 
     def start_rank(self, rank, *, incarnation):
         self.started.append(f"{rank}.{incarnation}")
@@ -48,12 +52,17 @@ class Attempt:
 class Run:
     """An elastic run without processes."""
 
-    def __init__(self, ranks, *, min_ranks=1, max_restarts=None, members=True):
+    def __init__(self, ranks, *, min_ranks=1, max_restarts=None, members=True, standby=False):
         info = RunInfo(
             id="train-0000", script="train.py", min_ranks=min_ranks, pid=1, pid_since=2, started=3.0
         )
         self.policy = ReplaceLost(
-            ranks, run=info, max_restarts=max_restarts, grace=30.0, quorum_timeout=60.0
+            ranks,
+            run=info,
+            max_restarts=max_restarts,
+            grace=30.0,
+            quorum_timeout=60.0,
+            keeps_standby=standby,
         )
         self.now = 100.0
         self.begin()
@@ -788,3 +797,44 @@ def test_a_preempted_rank_is_replaced_if_the_others_are_too_few(restarts):
     run = Run(2, min_ranks=2, max_restarts=restarts)
     assert run.exit(1, 75, ended=True) is bool(restarts)
     assert run.policy.is_waiting is bool(restarts)
+
+
+# -- a standby -----------------------------------------------------------------------------
+
+
+def test_a_standby_is_prepared_when_no_rank_is_starting():
+    run = Run(3, standby=True, members=False)
+    run.join(0)
+    run.join(1)
+    assert run.attempt.standbys == 0, "rank 2 is starting"
+    run.join(2)
+    assert run.attempt.standbys == 1
+    run.exit(1)
+    run.join(1)
+    assert run.attempt.standbys == 2, "it may be the one that replaced rank 1"
+
+
+def test_hot_spares_are_not_waited_for():
+    run = Run(3, standby=True, members=False)
+    run.ready(2, max_members=2)
+    run.join(0)
+    run.join(1)
+    assert run.attempt.standbys > 0
+
+
+@pytest.mark.parametrize("when", [0, 2])
+def test_there_is_no_standby_for_scripts_that_set_variables(when):
+    run = Run(3, standby=True, members=False)
+    for rank in range(3):
+        changed = ("OMP_NUM_THREADS",) if rank == when else ()
+        message = WorkerMessage(event="created", changed_variables=changed)
+        run.policy.on_message(rank, message, run.now)
+        run.join(rank)
+    assert run.attempt.standbys == 0
+    assert [each for each in run.attempt.messages if "no standby" in each] == [
+        "no standby: the script sets OMP_NUM_THREADS, maybe before it imports torch"
+    ]
+
+
+def test_without_the_option_there_is_no_standby():
+    assert Run(3).attempt.standbys == 0

@@ -33,7 +33,7 @@ import torch
 from .. import _faultpoints as faultpoints
 from .._formatting import format_ranks
 from .._signals import PREEMPTED_EXIT_CODE, PREEMPTED_MESSAGE
-from ..env import ElasticEnv
+from ..env import ElasticEnv, changed_variables
 from ..errors import GroupError, InvalidArgument, RendezvousError
 from ._generations import Departure, Generations, Member, NotNeeded, Plan
 from ._run_state import receive_state
@@ -65,7 +65,7 @@ class MembershipChange:
 class SupervisorChannel:
     """This worker's end of the socket to the supervisor."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, changed_variables: list[str]) -> None:
         self._socket = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
         self._pid = os.getpid()
@@ -74,7 +74,7 @@ class SupervisorChannel:
         """Whether this worker is the leader of the run. If the leader is lost after the last step,
         its remaining work, such as writing the model, is lost."""
         atexit.register(self.tell, "ended")
-        self.tell("created")
+        self.tell("created", changed_variables=changed_variables)
 
     def tell(self, event: str, **facts: Any) -> None:
         """Send an event; a supervisor that is gone or stopped misses it."""
@@ -108,7 +108,10 @@ class ElasticWorker:
         timeout: timedelta,
         max_members: int,
     ) -> None:
-        self._channel = SupervisorChannel(env.channel)
+        # A replacement may have been a standby, whose variables the launcher has changed.
+        self._channel = SupervisorChannel(
+            env.channel, changed_variables=changed_variables() if env.is_initial else []
+        )
         if env.min_ranks > max_members:
             raise InvalidArgument(
                 f"micro_batches must be at least the minimum number of ranks ({env.min_ranks}), "

@@ -29,6 +29,7 @@ def run(
     max_restarts: int | None = None,
     elastic: bool = False,
     min_ranks: int | None = None,
+    standby: bool = False,
     grace: float = GRACE,
     linger: float = LINGER,
     prefix: bool = True,
@@ -51,6 +52,8 @@ def run(
         elastic: replace ranks that die while the others go on. The script trains with
             `phalanx.elastic.ElasticRun`.
         min_ranks: an elastic run pauses with fewer ranks; by default 1.
+        standby: in an elastic run, keep a process ready that has imported torch, so that a lost
+            rank is replaced sooner.
         grace: seconds between asking a rank to stop and killing it.
         linger: seconds that the other ranks have to report after one failed.
         prefix: whether to print the rank before each line.
@@ -72,6 +75,8 @@ def run(
         )
     if min_ranks is not None and not elastic:
         raise InvalidArgument("min_ranks is for elastic runs: set elastic=True")
+    if standby and not elastic:
+        raise InvalidArgument("standby is for elastic runs: set elastic=True")
     job = Job(
         command=python_command(script, args, module=module, environ=environ),
         world_size=count_ranks(ranks),
@@ -83,6 +88,7 @@ def run(
         environ={**environ, **drop_in_variables},
         script=os.fspath(script),
         min_ranks=(1 if min_ranks is None else min_ranks) if elastic else None,
+        keeps_standby=standby,
     )
     with standard_descriptors():  # a closed stdout or stderr is no reason not to run
         screen = Screen(stdout or _descriptor(1), stderr or _descriptor(2))

@@ -57,6 +57,8 @@ class Job:
     script: str = ""
     min_ranks: int | None = None
     """The run is elastic and pauses with fewer members; None if it is not elastic."""
+    keeps_standby: bool = False
+    """Of an elastic run: whether a process waits to replace a lost rank."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import itertools
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -61,6 +61,9 @@ class AttemptControl(Protocol):
 
     def start_rank(self, rank: int, *, incarnation: int) -> None:
         """Start a rank; raise OSError if that fails."""
+
+    def prepare_standby(self) -> None:
+        """Start a process that becomes the next rank to be started, unless there is one."""
 
     def send(self, rank: int, number: int) -> None:
         """Signal a rank."""
@@ -222,8 +225,10 @@ class ReplaceLost(RestartPolicy):
         max_restarts: int | None,
         grace: float,
         quorum_timeout: float,
+        keeps_standby: bool = False,
     ) -> None:
         self.ranks = ranks
+        self._keeps_standby = keeps_standby
         self._run = run
         self._min_ranks = run.min_ranks
         self._max_restarts = max_restarts
@@ -291,6 +296,7 @@ class ReplaceLost(RestartPolicy):
         self._has_elastic_run = worker.has_created = True
         if message.leader:
             worker.is_leader, self._is_leader_lost = True, False
+        self._check_variables(message.changed_variables)
         match message.event:
             case "ready" if worker.max_members is None:
                 worker.max_members = message.max_members
@@ -299,14 +305,7 @@ class ReplaceLost(RestartPolicy):
                 self._show_spares(worker.max_members)
                 self._check_start()
             case "member" if not worker.is_member:
-                worker.is_member = worker.was_member = True
-                if worker.state is WorkerState.STARTING:
-                    worker.state = WorkerState.MEMBER
-                self._losses.pop(rank, None)
-                if not self._is_formed:
-                    self._is_formed, self._step = True, message.step
-                self.has_begun = True
-                self._check_quorum(now)
+                self._on_member(worker, message.step, now)
             case "progress" if message.leader and message.step is not None:
                 self._step = message.step
                 self._has_leader_finished = False  # an earlier leader ended before the last step
@@ -321,6 +320,32 @@ class ReplaceLost(RestartPolicy):
                 self._has_saved = True
             case "finished" | "continuing":
                 worker.has_finished = message.event == "finished"
+
+    def _on_member(self, worker: _SupervisedWorker, step: int | None, now: float) -> None:
+        worker.is_member = worker.was_member = True
+        if worker.state is WorkerState.STARTING:
+            worker.state = WorkerState.MEMBER
+        self._losses.pop(worker.rank, None)
+        if not self._is_formed:
+            self._is_formed, self._step = True, step
+        self.has_begun = True
+        self._check_quorum(now)
+        self._prepare_standby()
+
+    def _check_variables(self, changed: Sequence[str]) -> None:
+        """Do without a standby if scripts set variables that torch may read when it is imported."""
+        if self._keeps_standby and changed:
+            self._keeps_standby = False
+            names = ", ".join(changed)
+            self._attempt.show(
+                f"no standby: the script sets {names}, maybe before it imports torch"
+            )
+
+    def _prepare_standby(self) -> None:
+        """Have a standby while no worker is starting, since it takes some of the machine's time."""
+        is_settled = all(each.max_members is not None for each in self._workers.values())
+        if self._keeps_standby and is_settled and not self._is_stopping:
+            self._attempt.prepare_standby()
 
     def _on_shortage(self, now: float) -> None:
         """Handle that the next step waits for more members: those that ended had not finished."""

@@ -49,6 +49,7 @@ from ._outcome import Outcome, RankExit, describe_code
 from ._output import OutputPump, OutputSource, Screen
 from ._restart_policy import ReplaceLost, RestartPolicy, RestartTogether
 from ._run_directory import run_directory
+from ._standby import encode_assignment, standby_command
 from ._worker_channel import ChannelReader, WorkerChannel
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -85,6 +86,15 @@ class SupervisorTiming:
 class _SignalReceived(NamedTuple):
     number: int
     at: float  # on the monotonic clock
+
+
+class _Standby(NamedTuple):
+    """A process that waits to become a rank."""
+
+    process: subprocess.Popen[bytes]
+    channel: WorkerChannel
+    descriptor: int  # the worker's end of the channel, in that process
+    env: dict[str, str]
 
 
 _Event = ProcessExited | _SignalReceived | WorkerChannel | ControlRequest
@@ -134,6 +144,7 @@ def _restart_policy(
             max_restarts=job.max_restarts,
             grace=job.grace,
             quorum_timeout=timing.quorum_timeout,
+            keeps_standby=job.keeps_standby,
         )
         with (
             closing(ChannelReader(events.put)) as channels,
@@ -309,6 +320,7 @@ class _Attempt:
         self._orphaned: dict[ChildProcess, float] = {}
         """Lost ranks, and when to kill what they have started."""
         self._next_orphan_check = 0.0
+        self._standby: _Standby | None = None
 
     def run(self) -> Outcome:
         try:
@@ -351,22 +363,14 @@ class _Attempt:
 
     def start_rank(self, rank: int, *, incarnation: int) -> None:
         """Start a rank; raise OSError if that fails."""
+        if self._standby is not None and self._use_standby(rank, incarnation):
+            return
         job, channel = self._job, None if self._channels is None else self._channels.open()
         fds = [*job.rank_descriptors(rank)]
-        elastic = None
-        if channel is not None:
-            assert job.min_ranks is not None
-            elastic = ElasticEnv(
-                worker=f"{rank}.{incarnation}",
-                store=f"127.0.0.1:{self._port}",
-                ranks=self._policy.ranks,
-                min_ranks=job.min_ranks,
-                has_begun=self._policy.has_begun,
-                is_initial=self._is_starting,
-                channel=channel.worker_fd,
-            )
-            fds.append(channel.worker_fd)
-        env = job.rank_env(rank, attempt=self._number, port=self._port, elastic=elastic)
+        descriptor = None if channel is None else channel.worker_fd
+        if descriptor is not None:
+            fds.append(descriptor)
+        env = self._rank_env(rank, incarnation, descriptor)
         # Rank 0 keeps the terminal, so that a debugger works there.
         stdin = None if rank == 0 else subprocess.DEVNULL
         command = job.rank_command(rank)
@@ -379,6 +383,72 @@ class _Attempt:
         finally:
             if channel is not None:
                 channel.close_worker_end()
+
+    def _rank_env(self, rank: int, incarnation: int, channel: int | None) -> dict[str, str]:
+        job, elastic = self._job, None
+        if channel is not None:
+            assert job.min_ranks is not None
+            elastic = ElasticEnv(
+                worker=f"{rank}.{incarnation}",
+                store=f"127.0.0.1:{self._port}",
+                ranks=self._policy.ranks,
+                min_ranks=job.min_ranks,
+                has_begun=self._policy.has_begun,
+                is_initial=self._is_starting,
+                channel=channel,
+            )
+        return job.rank_env(rank, attempt=self._number, port=self._port, elastic=elastic)
+
+    def prepare_standby(self) -> None:
+        """Start a process that becomes the next rank to be started, unless there is one."""
+        assert self._channels is not None, "the run is elastic"
+        if self._standby is not None:
+            if self._standby.process.poll() is None:
+                return
+            self._end_standby()
+        channel = self._channels.open()
+        descriptor, env = channel.worker_fd, self._rank_env(0, 0, channel.worker_fd)
+        try:
+            process = self._spawn(
+                standby_command(self._job.command, descriptor), env=env, pass_fds=[descriptor]
+            )
+            self._standby = _Standby(process, channel, descriptor, env)
+        except OSError:  # a rank that is lost will be started without it, if that is possible
+            channel.shut_down()
+        finally:
+            channel.close_worker_end()
+
+    def _use_standby(self, rank: int, incarnation: int) -> bool:
+        """Make the standby a rank; return False if it has died."""
+        assert self._standby is not None
+        standby, is_alive = self._standby, self._standby.process.poll() is None
+        env = self._rank_env(rank, incarnation, standby.descriptor)
+        try:
+            if is_alive:
+                standby.channel.send(encode_assignment(standby.env, env))
+        except OSError:
+            is_alive = False
+        if not is_alive:
+            self._end_standby()
+            return False
+        self._standby = None
+        self._register(rank, standby.process, standby.channel)
+        return True
+
+    def _end_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is None:
+            return
+        process = standby.process
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # it is blocked in the kernel
+            process.wait(self._timing.kill_timeout)
+        self._tell_guard(f"-{process.pid}")
+        standby.channel.shut_down()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
 
     def send(self, rank: int, number: int) -> None:
         """Signal a rank."""
@@ -416,7 +486,9 @@ class _Attempt:
         **options: Any,
     ) -> None:
         """Start a rank or the store in a new session; its exit becomes an event."""
-        job = self._job
+        self._register(rank, self._spawn(command, **options), channel)
+
+    def _spawn(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -425,13 +497,20 @@ class _Attempt:
             start_new_session=True,
             **options,
         )
+        self._tell_guard(f"+{process.pid}")
+        return process
+
+    def _register(
+        self, rank: int | None, process: subprocess.Popen[bytes], channel: WorkerChannel | None
+    ) -> None:
+        """Show the output of a process, and make its exit an event."""
+        job = self._job
         reports = ErrorReportFilter(
             self._seen_errors, rank, labelled=job.prefix, full=job.full_tracebacks
         )
         child = ChildProcess(rank, process, reports, channel)
         self._children.append(child)
         self._running.add(child)
-        self._tell_guard(f"+{process.pid}")
         label = "[store] " if rank is None else f"[rank {rank}] " if job.prefix else ""
         assert process.stdout is not None
         assert process.stderr is not None
@@ -601,6 +680,7 @@ class _Attempt:
     def _stop(self) -> None:
         """Stop what still runs: ranks first, so that they can stop what they started."""
         self._policy.stop(is_preemption=False)
+        self._end_standby()
         if self._stop_requested_at is None:
             self._stop_requested_at = time.monotonic()
             self._deadline = self._stop_requested_at + self._job.grace

@@ -38,6 +38,8 @@ class WorkerMessage:
     """With ``ready``: how many workers can be members at most."""
     leader: bool = False
     """Whether the worker is the leader of the run."""
+    changed_variables: tuple[str, ...] = ()
+    """With ``created``: environment variables that its script has changed."""
 
 
 class WorkerChannel:
@@ -65,6 +67,11 @@ class WorkerChannel:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def send(self, data: bytes) -> None:
+        """Send a short message; raise OSError if the worker is gone, or does not take it whole."""
+        if self._socket.send(data) < len(data):
+            raise BlockingIOError("the worker does not read")
 
     def receive(self) -> list[WorkerMessage]:
         """Return the messages since the last call, up to what the worker has written by now."""
@@ -116,11 +123,13 @@ def _parse(line: bytes) -> WorkerMessage | None:
     if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
         return None
     step, max_members = fields.get("step"), fields.get("max_members")
+    changed = fields.get("changed_variables")
     return WorkerMessage(
         event=fields["event"],
         step=step if type(step) is int else None,
         max_members=max_members if type(max_members) is int else None,
         leader=fields.get("leader") is True,
+        changed_variables=tuple(map(str, changed)) if isinstance(changed, list) else (),
     )
 
 

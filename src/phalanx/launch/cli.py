@@ -116,6 +116,12 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> _RanksOp
     help="Replace ranks that die while the others go on.",
 )
 @click.option(
+    "--standby",
+    is_flag=True,
+    help="With --elastic, keep a process ready that has imported torch, so that a lost rank is "
+    "replaced sooner.",
+)
+@click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     metavar="N",
@@ -203,6 +209,8 @@ def _check_elastic_options(torchrun_args: Sequence[str], options: Mapping[str, A
     if not options["elastic"]:
         if options["min_ranks"] is not None:
             raise click.UsageError("-n MIN:N is for elastic runs: add --elastic")
+        if options["standby"]:
+            raise click.UsageError("--standby is for elastic runs: add --elastic")
         return
     if torchrun_args:
         option = torchrun_args[0].partition("=")[0]

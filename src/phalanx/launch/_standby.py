@@ -1,0 +1,109 @@
+"""A warm standby: a process that has imported torch and waits to become a rank of an elastic run.
+
+``phalanx run --elastic --standby`` keeps one. A new interpreter takes seconds to import torch, and
+torch's compiler with the first optimizer; a standby has done that before it is needed. The
+supervisor then sends it, on its channel, the environment of the rank that it becomes, and it runs
+the script as ``python SCRIPT`` would have.
+
+What is imported early finds the environment that the launcher has set. A script that sets variables
+itself may do so before it imports torch, which reads some of them once. The other workers report
+such variables, and then there is no standby: see `ReplaceLost`.
+
+Run as a script, with nothing but the standard library until it preloads.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+
+PRELOADED = ("torch", "phalanx.elastic", "torch._dynamo")
+"""What every worker imports: the last one with its first optimizer."""
+_CHUNK = 1 << 16
+
+
+def standby_command(command: Sequence[str], descriptor: int) -> list[str]:
+    """Return the command of a standby for a command of `python_command`."""
+    python, *target = command
+    return [python, __file__, str(descriptor), *target]
+
+
+def encode_assignment(before: Mapping[str, str], after: Mapping[str, str]) -> bytes:
+    """Return the message that changes the environment of a standby into that of a rank."""
+    assert before.keys() <= after.keys(), "a standby has no variables that ranks lack"
+    changes = {name: value for name, value in after.items() if before.get(name) != value}
+    return json.dumps(changes).encode() + b"\n"
+
+
+def main() -> None:
+    """Prepare, wait for an assignment, and run the script."""
+    descriptor, *target = sys.argv[1:]
+    os.set_inheritable(int(descriptor), False)
+    is_module = target[0] == "-m"
+    name, *args = target[1:] if is_module else target
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(name))
+    for each in PRELOADED:
+        with suppress(ImportError):  # the script will raise it, if it needs that
+            import_module(each)
+    os.environ.update(_await_assignment(int(descriptor)))
+    if os.environ["RANK"] != "0":  # only rank 0 has the terminal
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+    sys.excepthook = _print_error
+    sys.argv[:] = [name, *args]
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        _run_script(name)
+
+
+def _await_assignment(descriptor: int) -> dict[str, str]:
+    """Read the environment of the rank to become; exit if the supervisor is gone."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(descriptor, _CHUNK)
+        if not data:
+            os._exit(0)
+        line += data
+    changes: dict[str, str] = json.loads(line)
+    return changes
+
+
+def _run_script(path: str) -> None:
+    """Run a script in a module of its own, which stays ``__main__`` until the process ends."""
+    main_module = ModuleType("__main__")
+    vars(main_module).update(
+        __file__=path,
+        __cached__=None,
+        __builtins__=builtins,
+        __loader__=SourceFileLoader("__main__", path),
+        __annotations__={},
+    )
+    sys.modules["__main__"] = main_module
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main_module))  # noqa: S102 - as the interpreter does
+
+
+def _print_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an uncaught exception without the frames that called the script."""
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ from benchmarks.machine import Machine
 from benchmarks.page import replace_figures
 from benchmarks.peers.commit_log import Commit, CommitLog, LogFollower, WorkerLog, to_ranges
 from benchmarks.recovery import Plan, RecoveryResults, Run, main, render
-from benchmarks.recovery_jobs import LAUNCHES, Failure, Process, System, start_job
+from benchmarks.recovery_jobs import Failure, Process, System, start_job
 from benchmarks.recovery_picture import make_curve
 from benchmarks.recovery_times import (
     Kill,

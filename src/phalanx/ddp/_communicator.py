@@ -68,6 +68,10 @@ class Communicator:
     def members(self) -> tuple[int, ...]:
         return tuple(range(self.size)) if self._ours is None else self._ours.members
 
+    def dead_ranks(self) -> set[int]:
+        """Return the ranks whose process has died, or is about to end, as far as is known."""
+        return set() if self._ours is None else self._ours._detector.dead_ranks()
+
     def is_busy(self) -> bool:
         """Whether calls of this rank are in flight, as far as the group reports it."""
         return self._ours is not None and self._ours._detector.is_busy()

@@ -141,7 +141,7 @@ class BufferAverage:
         self._expanded: list[_BufferEntry] = []
         self._names: list[set[str]] = []  # of the buffers that each submodule had at the start
         self._memory: dict[Any, SumSlots] = {}  # by size, dtype and device
-        self._staged: dict[Any, Tensor] = {}  # the memory of `stage`
+        self._staged: dict[int | str, Tensor] = {}  # the memory of `stage`, by kind
         self.changed_unsaved: dict[str, Tensor] = {}
         """Buffers that steps have changed and the module's state dict lacks, by name."""
         self._check_rules()
@@ -320,12 +320,15 @@ class BufferAverage:
             firsts = self._staging_memory("firsts", tuple(values.shape), torch.uint8).copy_(values)
         return StagedBuffers(means, firsts, has_first=bool(self._first_values))
 
-    def _staging_memory(self, name: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        key = name, shape, dtype
-        if key not in self._staged:
-            count = math.prod(shape)
-            self._staged[key] = self._comm.allocate(count, dtype, torch.device("cpu")).view(shape)
-        return self._staged[key]
+    def _staging_memory(
+        self, kind: int | str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        known = self._staged.get(kind)
+        if known is not None and (known.shape, known.dtype) == (shape, dtype):
+            return known
+        made = self._comm.allocate(math.prod(shape), dtype, torch.device("cpu")).view(shape)
+        self._staged[kind] = made
+        return made
 
     @torch.no_grad()
     def adopt(self, staged: StagedBuffers, nodes: Sequence[Node]) -> list[list[Tensor]]:

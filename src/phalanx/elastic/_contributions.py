@@ -16,11 +16,14 @@ the row. So these rules keep a torn contribution from being used:
 
 - The mark is stored after everything that it vouches for, and set to 0 before any of that is
   changed or freed: at the commit, and however else the loop ends.
-- A rank is dead when the engine says so, by a pidfd: no thread of it can run any more.
+- A rank is dead when the engine says so, by a pidfd: no thread of it can run any more. A killed
+  process is a zombie before that, while its last thread frees its memory. Survivors that have seen
+  the zombie wait for a moment.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -39,6 +42,11 @@ from ..groups._store import from_json, to_json
 
 LINE_WORDS = 8  # of 8 bytes: rows of different ranks are in different cache lines
 MARK, TEXT_OFFSET, TEXT_LENGTH, TURN, RECORDS = range(5)  # words of a row; two records follow
+MAX_TEXTS = 8
+DYING_TIMEOUT = 1.0
+"""Seconds to wait for the end of a rank that is a zombie and had published. Freeing a gigabyte takes
+some 100 ms. If it takes longer than this, the micro-batches are run again."""
+DYING_INTERVAL = 0.001
 
 
 class LoopFlags(NamedTuple):
@@ -106,8 +114,9 @@ class PublishedSums:
     """Where the sums of a rank are, and what they are sums of; sent as JSON."""
 
     nodes: list[Node]
-    used: list[str]
-    """The parameters that got a gradient."""
+    parameters: list[str]
+    used: TensorPlace
+    """Whether each parameter got a gradient."""
     buckets: list[tuple[list[str], TensorPlace]]
     """The parameters of each bucket, and its slots: a row for the result, then one per node."""
     means: list[TensorPlace]
@@ -148,9 +157,10 @@ class Contributions:
         self._table = self._words = torch.empty(0, 0)
         self._memory = comm.shared_memory if comm.size > 1 else None
         """The shared memory of this group; None if it has none."""
-        self._text = torch.empty(0, dtype=torch.uint8)
-        """A `PublishedSums` of this rank. It is true for `_described`, and those buckets."""
-        self._described: tuple[object, ...] = ()
+        self._texts: dict[object, Tensor] = {}
+        """A `PublishedSums` of this rank for each set of tensors that it has published."""
+        self._used = torch.empty(0, dtype=torch.uint8)
+        self._used_indices: set[int] = set()  # what `_used` says
         self._first_bucket: Callable[[], Bucket | None] = lambda: None
         if self._memory is not None:
             self._make_table()
@@ -219,53 +229,58 @@ class Contributions:
         """
         if self._memory is None:
             return
-        of_buffers = [*buffers.means, *([] if buffers.firsts is None else [buffers.firsts])]
-        described = nodes, used, buffers.has_first, [_address(each) for each in of_buffers]
         # New buckets may be at the address of old ones, with other members.
-        is_known = self._first_bucket() is reducer.buckets[0] and described == self._described
-        if not is_known:
-            if not self._describe(reducer, nodes, used, buffers):
-                return
+        if self._first_bucket() is not reducer.buckets[0]:
             self._first_bucket = weakref.ref(reducer.buckets[0])
-            self._described = described[0], set(used), *described[2:]
+            self._texts.clear()
+            self._used = self._allocate(len(reducer.names)).zero_()
+            self._used_indices = set()
+        try:
+            text = self._describe(reducer, nodes, buffers)
+        except InvalidState:
+            return
+        if used != self._used_indices:
+            self._used_indices = set(used)
+            self._used.zero_()[sorted(used)] = 1
         row = self._words[self._comm.rank]
-        row[TEXT_OFFSET] = self._memory.offset_of(self._text)
-        row[TEXT_LENGTH] = len(self._text)
+        row[TEXT_OFFSET] = self._memory.offset_of(text)
+        row[TEXT_LENGTH] = len(text)
         row[TURN] = self._turn
         row[MARK] = section
 
-    def _describe(
-        self, reducer: Reducer, nodes: list[Node], used: set[int], buffers: StagedBuffers
-    ) -> bool:
-        tensors = [_slots(bucket) for bucket in reducer.buckets]
-        places = [self._place(each) for each in (*tensors, *buffers.means)]
-        firsts = None if buffers.firsts is None else self._place(buffers.firsts)
-        found = [place for place in places if place is not None]
-        if len(found) < len(places) or (firsts is None) != (buffers.firsts is None):
-            return False
-        sums = PublishedSums(
-            nodes,
-            [reducer.names[i] for i in sorted(used)],
-            [
-                ([reducer.names[i] for i in bucket.members], place)
-                for bucket, place in zip(reducer.buckets, found, strict=False)
-            ],
-            found[len(tensors) :],
-            firsts,
-            buffers.has_first,
-        )
-        data = bytearray(to_json(sums).encode())
-        text = self._comm.allocate(len(data), torch.uint8, torch.device("cpu"))
-        assert self._memory is not None
-        if not self._memory.holds(text):
-            return False
-        self._text = text.copy_(torch.frombuffer(data, dtype=torch.uint8))
-        return True
+    def _describe(self, reducer: Reducer, nodes: list[Node], buffers: StagedBuffers) -> Tensor:
+        """Return a description of sums, in shared memory; raise if they are not there."""
+        tensors = [*buffers.means, *([] if buffers.firsts is None else [buffers.firsts])]
+        addresses = [(each.data_ptr(), each.shape, each.dtype) for each in tensors]
+        key = tuple(nodes), tuple(addresses), buffers.has_first
+        if key not in self._texts:
+            sums = PublishedSums(
+                nodes,
+                reducer.names,
+                self._place(self._used),
+                [
+                    ([reducer.names[i] for i in bucket.members], self._place(_slots(bucket)))
+                    for bucket in reducer.buckets
+                ],
+                [self._place(each) for each in buffers.means],
+                None if buffers.firsts is None else self._place(buffers.firsts),
+                buffers.has_first,
+            )
+            data = bytearray(to_json(sums).encode())
+            text = self._allocate(len(data)).copy_(torch.frombuffer(data, dtype=torch.uint8))
+            self._place(text)
+            if len(self._texts) == MAX_TEXTS:
+                self._texts.clear()
+            self._texts[key] = text
+        return self._texts[key]
 
-    def _place(self, tensor: Tensor) -> TensorPlace | None:
+    def _allocate(self, count: int) -> Tensor:
+        return self._comm.allocate(count, torch.uint8, torch.device("cpu"))
+
+    def _place(self, tensor: Tensor) -> TensorPlace:
         assert self._memory is not None
         if not self._memory.holds(tensor):
-            return None
+            raise InvalidState("a tensor is not in shared memory")
         dtype = str(tensor.dtype).removeprefix("torch.")
         return TensorPlace(self._memory.offset_of(tensor), dtype, list(tensor.shape))
 
@@ -275,12 +290,15 @@ class Contributions:
         """Return what ranks have published in a section and left behind; `parameters` by name."""
         if self._memory is None:
             return []
-        marked = self._words[:, MARK].tolist()
-        return [
-            self._read(rank, parameters)
-            for rank in self._memory.dead_ranks()
-            if marked[rank] == section
-        ]
+        dying = self._comm.dead_ranks()
+        deadline = time.monotonic() + DYING_TIMEOUT
+        while True:
+            dead = set(self._memory.dead_ranks())  # first: then the marks of these are final
+            marks = self._words[:, MARK].tolist()
+            marked = {rank for rank in dying | dead if marks[rank] == section}
+            if marked <= dead or time.monotonic() >= deadline:
+                return [self._read(rank, parameters) for rank in sorted(marked & dead)]
+            time.sleep(DYING_INTERVAL)
 
     def _read(self, rank: int, parameters: Mapping[str, Parameter]) -> Contribution:
         assert self._memory is not None
@@ -301,17 +319,15 @@ class Contributions:
         )
         count, longest = sum(hi - lo for lo, hi in sums.nodes), self._micro_batches
         record = LoopRecord.unpack(self._table[rank, self._records[turn]].tolist(), count, longest)
-        return Contribution(rank, record, set(sums.used), gradients, buffers)
+        is_used = self._map(rank, sums.used).tolist()
+        used = {name for name, flag in zip(sums.parameters, is_used, strict=True) if flag}
+        return Contribution(rank, record, used, gradients, buffers)
 
     def _map(self, rank: int, place: TensorPlace) -> Tensor:
         assert self._memory is not None
         dtype = getattr(torch, place.dtype)
         nbytes = torch.Size(place.shape).numel() * dtype.itemsize
         return self._memory.map_peer(rank, place.offset, nbytes).view(dtype).view(place.shape)
-
-
-def _address(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
 def _slots(bucket: Bucket) -> Tensor:

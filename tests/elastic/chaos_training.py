@@ -46,6 +46,8 @@ class ConvNet(nn.Sequential):
             *(nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2)),
             *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)),
         )
+        # Its elements share memory, so that no state can be loaded into it.
+        self.register_buffer("expanded", torch.ones(1).expand(3))
 
 
 MODELS = {"mlp": MLP, "conv": ConvNet, "transformer": Transformer}

@@ -98,6 +98,40 @@ def test_what_a_rank_had_published_is_not_run_again(tmp_path, model):
     assert "elastic:redo" not in outcome.points
 
 
+WITHOUT_COLLECTOR = """
+import gc, pathlib, sys, time
+import torch
+from phalanx.elastic import ElasticRun
+
+gc.disable()
+net = torch.nn.Linear(32, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+run = ElasticRun(net, optimizer, micro_batches=4)
+for step in run.steps(8):
+    for micro in step.micro_batches():
+        micro.backward(net(torch.randn(8, 32)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
+print("regions:", sum("memfd" in line for line in maps), "world size:", run.world_size)
+"""
+
+
+@pytest.mark.parametrize("point", ["elastic:forward", "elastic:published"])
+def test_the_memory_of_a_lost_group_is_freed_without_a_garbage_collection(tmp_path, point):
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_COLLECTOR)
+    outcome = run_elastic(
+        script,
+        ranks=2,
+        faults=[Fault(point, kill(), rank=1, nth=5)],
+        options=["--max-restarts=0"],
+        timeout=60,
+    )
+    assert outcome.exit_code == 0, str(outcome)
+    assert "regions: 1 world size: 1" in outcome.output
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_what_a_rank_had_not_published_is_run_again(tmp_path, backend):
     """Without shared memory nothing is published, and all points come to the same."""

@@ -99,15 +99,19 @@ class Communicator:
         """This rank's part of the memory that ranks share; None unless `shares_memory`."""
         return self._ours._shared_memory if self._ours is not None else None
 
-    def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, count: int, dtype: torch.dtype, device: torch.device, *, warns: bool = True
+    ) -> Tensor:
         """Allocate a flat tensor that the group can reduce without a copy, if possible."""
         if self._ours is not None and device.type == "cpu":
             try:
                 return self._ours.allocate((count,), dtype)
             except InvalidState as error:
-                warn_user(
-                    f"gradients are in ordinary memory, which is slower: {error}", RuntimeWarning
-                )
+                if warns:
+                    warn_user(
+                        f"gradients are in ordinary memory, which is slower: {error}",
+                        RuntimeWarning,
+                    )
         return torch.empty(count, dtype=dtype, device=device)
 
     def allocate_shared(self, nbytes: int, owner: int) -> Tensor:

@@ -45,7 +45,8 @@ class GradientFold:
     ) -> None:
         """`block`: other micro-batches than those of the plan, whose sums are not reduced."""
         self.divisor = 1.0
-        """What the sum of the step is divided by, equal on all ranks; set before its last pass."""
+        """What the sum of the step is divided by, equal on all ranks; set before a bucket is
+        reduced, which may be in the last backward pass."""
         self.used: set[int] = set()
         """The parameters that got a gradient from a micro-batch of this rank, by index."""
         self._comm = comm

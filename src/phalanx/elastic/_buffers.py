@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -181,6 +182,19 @@ class BufferAverage:
         """List the buffers, each once, by their first name."""
         return [(entry.name, entry.tensor) for entry in self._find()]
 
+    @contextmanager
+    def loadable(self) -> Iterator[None]:
+        """Have copies in place of expanded buffers, which nothing can be loaded into."""
+        expanded = [entry for entry in self._find() if is_expanded(entry.tensor)]
+        for entry in expanded:
+            for table, key in entry.places:
+                table[key] = entry.tensor.contiguous()
+        try:
+            yield
+        finally:
+            for entry in expanded:
+                entry.show()
+
     def _rule_of(self, entry: _BufferEntry) -> BufferRule:
         for pattern, rule in self._rules.items():
             if fnmatchcase(entry.name, pattern):
@@ -326,7 +340,8 @@ class BufferAverage:
         known = self._staged.get(kind)
         if known is not None and (known.shape, known.dtype) == (shape, dtype):
             return known
-        made = self._comm.allocate(math.prod(shape), dtype, torch.device("cpu")).view(shape)
+        cpu = torch.device("cpu")
+        made = self._comm.allocate(math.prod(shape), dtype, cpu, warns=False).view(shape)
         self._staged[kind] = made
         return made
 

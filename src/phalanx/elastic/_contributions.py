@@ -23,6 +23,7 @@ the row. So these rules keep a torn contribution from being used:
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -44,8 +45,8 @@ LINE_WORDS = 8  # of 8 bytes: rows of different ranks are in different cache lin
 MARK, TEXT_OFFSET, TEXT_LENGTH, TURN, RECORDS = range(5)  # words of a row; two records follow
 MAX_TEXTS = 8
 DYING_TIMEOUT = 1.0
-"""Seconds to wait for the end of a rank that is a zombie and had published. Freeing a gigabyte takes
-some 100 ms. If it takes longer than this, the micro-batches are run again."""
+"""Seconds to wait for the end of a rank that is a zombie and had published. Freeing a gigabyte
+takes some 100 ms. If it takes longer than this, the micro-batches are run again."""
 DYING_INTERVAL = 0.001
 
 
@@ -151,7 +152,8 @@ class Contributions:
         self._micro_batches = micro_batches
         empty = LoopRecord([], [], 0.0, 0.0, LoopFlags(0.0, 0.0, 0.0))
         length = len(empty.pack(micro_batches))
-        # A rank may write its next record while others read this one; none can be two ahead.
+        # A rank may write its next record while others read this one. None can be two ahead: every
+        # loop has a reduction that all ranks take part in, between `write_record` and `exchange`.
         self._records = [slice(RECORDS + i * length, RECORDS + (i + 1) * length) for i in (0, 1)]
         self._turn = 0
         self._table = self._words = torch.empty(0, 0)
@@ -275,14 +277,16 @@ class Contributions:
         return self._texts[key]
 
     def _allocate(self, count: int) -> Tensor:
-        return self._comm.allocate(count, torch.uint8, torch.device("cpu"))
+        return self._comm.allocate(count, torch.uint8, torch.device("cpu"), warns=False)
 
     def _place(self, tensor: Tensor) -> TensorPlace:
         assert self._memory is not None
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        if not tensor.numel():  # it is nowhere
+            return TensorPlace(0, dtype, shape)
         if not self._memory.holds(tensor):
             raise InvalidState("a tensor is not in shared memory")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return TensorPlace(self._memory.offset_of(tensor), dtype, list(tensor.shape))
+        return TensorPlace(self._memory.offset_of(tensor), dtype, shape)
 
     def of_dead_ranks(
         self, section: int, parameters: Mapping[str, Parameter]
@@ -326,7 +330,9 @@ class Contributions:
     def _map(self, rank: int, place: TensorPlace) -> Tensor:
         assert self._memory is not None
         dtype = getattr(torch, place.dtype)
-        nbytes = torch.Size(place.shape).numel() * dtype.itemsize
+        nbytes = math.prod(place.shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty(place.shape, dtype=dtype)
         return self._memory.map_peer(rank, place.offset, nbytes).view(dtype).view(place.shape)
 
 

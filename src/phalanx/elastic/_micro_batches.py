@@ -392,7 +392,11 @@ class MicroBatchLoop:
     def _finish(self) -> None:
         """Combine what all ranks have run, if none was lost."""
         run, contributions = self._run, self._run._contributions
-        assert contributions is not None, "there is a reducer"
+        if contributions is None:
+            self.fail(
+                f"run.close() was called in the micro-batches of step {self.step.number}. Call it "
+                "after the last step"
+            )
         mine = self._record()
         contributions.write_record(mine)
         self._publish(contributions, mine.flags)
@@ -520,8 +524,8 @@ class MicroBatchLoop:
         """Keep the sums of micro-batches that this rank has run.
 
         Redone folds share the reducer's input slots, so the next range would overwrite them: copy.
-        The first fold's slots belong to the old reducer, which nothing writes to any more: views
-        suffice.
+        The first fold's slots belong to the old reducer, which nothing writes to any more. Views of
+        them also keep what this rank has published there, in case that it is lost too.
         """
         reducer = self._run._reducer
         self._used |= {reducer.names[i] for i in fold.used}
@@ -544,6 +548,7 @@ class MicroBatchLoop:
         # The nodes are in _held now; sums of redone micro-batches start empty.
         run._buffers.take_nodes()
         while True:
+            _drop_frames(error)
             try:
                 if error is not None and not run._regroup(error):
                     assert self._outcome is not None, COMMITTED_WITHOUT_ALL
@@ -638,3 +643,14 @@ class MicroBatchLoop:
         self._known_requests = int(flags.known_requests)
         self._all_seconds = []  # some ranks may have those of the group before
         self._pass_barrier(outcome)
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop the traceback of an error that is handled, and those of its causes.
+
+    The call that raised it refers to it. So its frames would keep the loop, and with it the memory
+    of the old group, until a garbage collection.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

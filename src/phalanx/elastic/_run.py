@@ -284,7 +284,7 @@ class ElasticRun:
             self._contributions = None
 
     def _make_fold(self, block: LeafBlock) -> GradientFold:
-        """Make a fold of micro-batches whose sums are not reduced with their last pass."""
+        """Make a fold of micro-batches whose sums are not reduced in backward."""
         return GradientFold(self._comm, self._plan, block=block)
 
     # -- the loop --------------------------------------------------------------------------
@@ -689,7 +689,8 @@ class ElasticRun:
         saved = checkpoints.load(step, {"elastic": None})["elastic"]
         self._report_differences(state.differences(saved))
         state.prepare_load(saved)
-        loaded = checkpoints.load(step, {**state.objects(), "buffers": None})
+        with self._buffers.loadable():
+            loaded = checkpoints.load(step, {**state.objects(), "buffers": None})
         state.resume(saved, loaded["buffers"])
         self._saved_step = self._written_step = state.position.steps
         return state.position.steps

@@ -229,7 +229,8 @@ class RunState:
         }
 
     def load_transferred(self, state: dict[str, Any]) -> None:
-        self._model.load_state_dict(state["model"])
+        with self._buffers.loadable():
+            self._model.load_state_dict(state["model"])
         self.prepare_load(state["elastic"])
         for i, optimizer in enumerate(self._optimizers):
             self._exact(optimizer).load_state_dict(state["optimizers"][str(i)])

@@ -31,6 +31,7 @@ def world(ctx, backend="gloo"):
         ctx.store.wait([f"done {rank}" for rank in range(ctx.size)])
     finally:
         sys.excepthook = hook
+        ctx.keep(dist.group.WORLD)
         dist.destroy_process_group()
 
 

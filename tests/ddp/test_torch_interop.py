@@ -1,7 +1,6 @@
 """What takes torch's DDP takes ours: checkpoints, state helpers, gradient scalers, replicate."""
 
 import copy
-import gc
 import sys
 
 import pytest
@@ -157,8 +156,6 @@ def replicates(ctx, kind):
             mesh = init_device_mesh("cpu", (ctx.size,), mesh_dim_names=("dp",))
             train_replicated(ctx, mesh, kind)
             mesh.shutdown()
-            # A collector that destroys Gloo holds the GIL, for which Gloo's threads may wait.
-            gc.collect()
     finally:
         composable.DistributedDataParallel = wrapped_by
 

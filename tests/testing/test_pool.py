@@ -12,6 +12,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.errors import InvalidArgument, InvalidState, InvalidType, RanksFailed
 from phalanx.testing import RankFailures, RankPool
@@ -102,6 +104,50 @@ def test_groups_of_a_body_are_freed_before_the_next(ranks):
     """A group in a reference cycle used to live as long as the process, with Gloo's threads."""
     ranks.run(form_in_a_cycle, 2)
     assert ranks.run(is_freed, 2) == [True, True]
+
+
+def hold_a_thread_of_gloo(ctx, group, until):
+    """Let a thread of rank 0's Gloo wait for an event, then a moment, when it frees a tensor."""
+    holds = threading.Event()
+
+    def hold():
+        holds.set()
+        until.wait()
+        time.sleep(0.1)
+
+    gloo = group._get_backend(torch.device("cpu"))
+    if ctx.rank == 0:
+        tensor = torch.ones(1)
+        weakref.finalize(tensor, hold)
+        gloo.allreduce([tensor])
+        del tensor  # while Gloo waits for the other rank
+        ctx.store.set("only Gloo has the tensor", "")
+        assert holds.wait(10)
+    else:
+        ctx.store.wait(["only Gloo has the tensor"])
+        gloo.allreduce([torch.ones(1)]).wait()
+
+
+def leave_torchs_ddp(ctx, closed_by):
+    if closed_by == "context":
+        group = ctx.group("gloo")
+    else:
+        dist.init_process_group("gloo", store=ctx.store, rank=ctx.rank, world_size=ctx.size)
+        group = dist.group.WORLD
+    ddp = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+    ddp.itself = [ddp]
+    is_freed = threading.Event()
+    weakref.finalize(ddp, is_freed.set)
+    hold_a_thread_of_gloo(ctx, group, is_freed)
+    if closed_by == "body":
+        ctx.keep(group)
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("closed_by", ["body", "pool", "context"])
+def test_torchs_ddp_can_outlive_its_group(ranks, closed_by):
+    """Its reducer freed the group under the GIL, and Gloo joined a thread that needed the GIL."""
+    ranks.run(leave_torchs_ddp, 2, args=(closed_by,), timeout=15)
 
 
 # -- pickling --------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class RankContext:
     generation: int | None = None
     """Changes whenever a rank process is replaced; None where ranks are threads."""
     _groups: list[ProcessGroup] = field(default_factory=list, init=False)
+    _kept: list[object] = field(default_factory=list, init=False)
 
     @property
     def timeout(self) -> timedelta:
@@ -82,6 +83,16 @@ class RankContext:
         """Close `group` when the body ends."""
         self._groups.append(group)
         return group
+
+    def keep(self, group: object) -> None:
+        """Keep a group of torch's until all else that the body leaves behind is freed.
+
+        Call it before ``dist.destroy_process_group()`` if a `DistributedDataParallel` of torch's
+        may outlive the group. Its reducer does not release the GIL when it drops the last
+        reference. Gloo's destructor then joins threads that may need the GIL to free the tensors of
+        their last call, and the rank hangs.
+        """
+        self._kept.append(group)
 
     def abort(self) -> None:
         """Abort the groups, which unblocks threads that wait in them."""
@@ -112,6 +123,7 @@ def run_body(
             finally:
                 ended_at = ended_at or time.monotonic()
                 context.abort()  # without waiting for peers
+                context._kept.clear()
         # Even sys.exit in a body ends only its run, not the process of the pool.
         except BaseException as error:  # noqa: BLE001
             outcome = error_outcome(error)

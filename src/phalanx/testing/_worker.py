@@ -254,6 +254,8 @@ def _call_body(task: Task, context: RankContext) -> Any:
         warnings.resetwarnings()
         warnings.filters[:] = filters  # type: ignore[index]
         result = body(context, *args, **kwargs)
+    # Garbage of the body must not be the last owner of a group: see `RankContext.keep`.
+    gc.collect()
     # Reset torch's state, but not after a failure: the process is replaced then.
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)

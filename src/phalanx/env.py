@@ -139,21 +139,31 @@ def read_elastic_env(environ: Mapping[str, str] = os.environ) -> ElasticEnv | No
         ) from error
 
 
+_HARMLESS_VARIABLES = re.compile(
+    "LC_CTYPE|TORCHINDUCTOR_.*|KMP_DUPLICATE_LIB_OK|KMP_INIT_AT_FORK"
+    "|TEARDOWN_CUPTI|DISABLE_CUPTI_LAZY_REINIT"
+)
+"""What Python, torch's compiler, scikit-learn and torch's profiler set by themselves."""
+
+
 def changed_variables() -> list[str]:
     """Return the variables that this process has set, changed or removed since it started.
 
-    Without those that torch sets when it imports its compiler.
+    Without those that are known to be set by libraries and not to change what torch computes.
     """
     try:
         text = Path("/proc/self/environ").read_bytes()
     except OSError:
         return []
+    if ELASTIC_VARIABLE in os.environ and ELASTIC_VARIABLE.encode() not in text:
+        # setproctitle writes its title there.
+        return ["unknown variables"]
     entries = [entry.partition(b"=") for entry in text.split(b"\0") if entry]
     before = {os.fsdecode(name): os.fsdecode(value) for name, _, value in entries}
     names = {
         name for name in before.keys() | os.environ if before.get(name) != os.environ.get(name)
     }
-    return sorted(name for name in names if not name.startswith("TORCHINDUCTOR_"))
+    return sorted(name for name in names if not _HARMLESS_VARIABLES.fullmatch(name))
 
 
 def launched_rank(environ: Mapping[str, str] = os.environ) -> RankEnv | None:

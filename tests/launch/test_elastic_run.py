@@ -786,6 +786,28 @@ def test_a_standby_becomes_the_replacement_of_a_lost_rank(start, tmp_path):
     assert unlabelled(out, 0)[1::3] == [described] * 2
 
 
+def find_line(file, start):
+    """Return the next line of a file, or None if it starts differently."""
+    line = file.readline()
+    return line if line.startswith(start) else None
+
+
+def test_standbys_that_die_are_replaced_twice(start):
+    setup = READY + "name == '0.0' and signal.signal(signal.SIGUSR1, lambda *_: report('progress'))"
+    run = start(2, "--standby", setup=setup)
+    pids = run.wait_for("0.0", "1.0")
+    for _ in range(3):
+        standby = standby_of(run, pids)
+        os.kill(standby, signal.SIGKILL)
+        eventually(lambda standby=standby: not is_alive(standby), what="end of the standby")
+        os.kill(pids[0], signal.SIGUSR1)
+    message = "phalanx: the standby was lost: SIGKILL"
+    line = eventually(lambda: find_line(run.process.stderr, message), what="message")
+    assert line.endswith("; not replaced any more\n")
+    code, _, _ = run.end("0.0", "1.0")
+    assert code == 0
+
+
 def test_a_standby_that_has_died_is_not_used(start):
     run = start(2, "--standby", setup=READY)
     pids = run.wait_for("0.0", "1.0")
@@ -838,14 +860,14 @@ def test_a_module_runs_in_a_standby(script, launcher, tmp_path):
 
 def test_a_script_that_sets_variables_has_no_standby(start):
     """torch may have read them when it was imported."""
-    setup = READY + "report('created', changed_variables=['MKL_CBWR', 'OMP_DYNAMIC'])"
+    setup = READY + "report('created', changed_variables=['MKL_CBWR', '\\udcff'])"
     run = start(2, "--standby", setup=setup)
     pids = run.wait_for("0.0", "1.0")
     os.kill(pids[1], signal.SIGKILL)
     run.wait_for("0.0", "1.1")
     code, _, err = run.end("0.0", "1.1")
     assert code == 0
-    message = "no standby: the script sets MKL_CBWR, OMP_DYNAMIC, maybe before it imports torch"
+    message = r"no standby: the script sets MKL_CBWR, \udcff, maybe before it imports torch"
     assert err.count(f"phalanx: {message}\n") == 1
 
 

@@ -176,9 +176,11 @@ def test_variables_that_a_process_has_changed():
 
         assert changed_variables() == []
         os.environ["NEW"], os.environ["KEPT"], os.environ["CHANGED"] = "1", "2", "4"
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/tmp/x"
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["LC_CTYPE"] = "x"
         del os.environ["REMOVED"]
         assert changed_variables() == ["CHANGED", "NEW", "REMOVED"]
+        os.environ["PHALANX_ELASTIC"] = "{}"  # as if it was overwritten where the process began
+        assert changed_variables() == ["unknown variables"]
     """
     environ = {**os.environ, "KEPT": "2", "CHANGED": "3", "REMOVED": "", "EMPTY": ""}
     subprocess.run([sys.executable, "-c", program], env=environ, check=True)

@@ -108,7 +108,8 @@ class ElasticWorker:
         timeout: timedelta,
         max_members: int,
     ) -> None:
-        # A replacement may have been a standby, whose variables the launcher has changed.
+        # The script is the same in all workers. A replacement may have been a standby, which has
+        # changed its variables into those of a rank.
         self._channel = SupervisorChannel(
             env.channel, changed_variables=changed_variables() if env.is_initial else []
         )

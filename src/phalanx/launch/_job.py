@@ -29,6 +29,8 @@ AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's: whether it loads e
 
 _STORE = ("MASTER_ADDR", "MASTER_PORT", ELASTIC_VARIABLE)
 """Variables that say where the store is. Those of an outer launcher are not inherited."""
+OWN_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "ROLE_RANK", ELASTIC_VARIABLE})
+"""Variables that differ between the ranks of a job."""
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _MANY = 2**31 - 1  # restarts, where others expect a number
 

@@ -235,7 +235,8 @@ class OutputPump:
     def write_message(self, text: str) -> None:
         # A terminal that is paused for so long that the pipe is full does not get the message.
         with suppress(BlockingIOError):
-            os.write(self._message_pipe, text.encode() + b"\n")
+            # It may contain the name of a file or variable that is not UTF-8.
+            os.write(self._message_pipe, text.encode(errors="backslashreplace") + b"\n")
 
     def finish(self, *, timeout: float) -> None:
         """Show the remaining output of the processes, which have exited, and stop.

@@ -197,6 +197,11 @@ class _SupervisedWorker:
     has_left: bool = False
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it has asked to join."""
+        return self.max_members is not None
+
+    @property
     def name(self) -> str:
         return f"{self.rank}.{self.incarnation}"
 
@@ -321,6 +326,8 @@ class ReplaceLost(RestartPolicy):
             case "finished" | "continuing":
                 worker.has_finished = message.event == "finished"
 
+        self._prepare_standby()
+
     def _on_member(self, worker: _SupervisedWorker, step: int | None, now: float) -> None:
         worker.is_member = worker.was_member = True
         if worker.state is WorkerState.STARTING:
@@ -330,7 +337,6 @@ class ReplaceLost(RestartPolicy):
             self._is_formed, self._step = True, step
         self.has_begun = True
         self._check_quorum(now)
-        self._prepare_standby()
 
     def _check_variables(self, changed: Sequence[str]) -> None:
         """Do without a standby if scripts set variables that torch may read when it is imported."""
@@ -342,9 +348,11 @@ class ReplaceLost(RestartPolicy):
             )
 
     def _prepare_standby(self) -> None:
-        """Have a standby while no worker is starting, since it takes some of the machine's time."""
-        is_settled = all(each.max_members is not None for each in self._workers.values())
-        if self._keeps_standby and is_settled and not self._is_stopping:
+        """Have a standby when all workers have reached their first step, and not before: it takes
+        some of the machine's time."""
+        if not self._keeps_standby or self._is_stopping or not self._has_restarts():
+            return
+        if self._is_formed and all(each.is_ready for each in self._workers.values()):
             self._attempt.prepare_standby()
 
     def _on_shortage(self, now: float) -> None:

@@ -5,11 +5,12 @@ torch's compiler with the first optimizer; a standby has done that before it is 
 supervisor then sends it, on its channel, the environment of the rank that it becomes, and it runs
 the script as ``python SCRIPT`` would have.
 
-What is imported early finds the environment that the launcher has set. A script that sets variables
-itself may do so before it imports torch, which reads some of them once. The other workers report
-such variables, and then there is no standby: see `ReplaceLost`.
+What is imported early finds the environment that the launcher has set, without the variables of a
+rank. A script that sets variables itself may do so before it imports torch, which reads some of
+them once. The other workers report such variables, and then there is no standby: see `ReplaceLost`.
 
-Run as a script, with nothing but the standard library until it preloads.
+`main` runs as a script, with nothing but the standard library until it preloads. Its module is not
+``__main__`` any more when the user's script runs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import builtins
 import io
 import json
 import os
+import pkgutil
 import runpy
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -38,8 +41,11 @@ def standby_command(command: Sequence[str], descriptor: int) -> list[str]:
 
 
 def encode_assignment(before: Mapping[str, str], after: Mapping[str, str]) -> bytes:
-    """Return the message that changes the environment of a standby into that of a rank."""
-    assert before.keys() <= after.keys(), "a standby has no variables that ranks lack"
+    """Return the message that changes the environment of a standby into that of a rank.
+
+    A standby has no variables that ranks lack.
+    """
+    assert before.keys() <= after.keys()
     changes = {name: value for name, value in after.items() if before.get(name) != value}
     return json.dumps(changes).encode() + b"\n"
 
@@ -50,9 +56,13 @@ def main() -> None:
     os.set_inheritable(int(descriptor), False)
     is_module = target[0] == "-m"
     name, *args = target[1:] if is_module else target
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(name))
+    is_archive = not is_module and zipfile.is_zipfile(name)
+    if is_archive:
+        sys.path[0] = name
+    elif not sys.flags.safe_path:  # otherwise there is no entry for the script
+        sys.path[0] = _current_directory() if is_module else _directory_of(name)
     for each in PRELOADED:
-        with suppress(ImportError):  # the script will raise it, if it needs that
+        with suppress(Exception):  # the script will raise it, if it needs that
             import_module(each)
     os.environ.update(_await_assignment(int(descriptor)))
     if os.environ["RANK"] != "0":  # only rank 0 has the terminal
@@ -61,10 +71,26 @@ def main() -> None:
         os.close(null)
     sys.excepthook = _print_error
     sys.argv[:] = [name, *args]
+    sys.orig_argv[1:] = target
+    # multiprocessing has imported the second name for the first.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     if is_module:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what `python -m` calls
+    elif is_archive:
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
-        _run_script(name)
+        _run_script(os.path.abspath(name), vars(sys.modules["__main__"]))
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        return ""
+
+
+def _directory_of(script: str) -> str:
+    return os.path.dirname(os.path.realpath(script))
 
 
 def _await_assignment(descriptor: int) -> dict[str, str]:
@@ -79,20 +105,21 @@ def _await_assignment(descriptor: int) -> dict[str, str]:
     return changes
 
 
-def _run_script(path: str) -> None:
-    """Run a script in a module of its own, which stays ``__main__`` until the process ends."""
-    main_module = ModuleType("__main__")
-    vars(main_module).update(
-        __file__=path,
-        __cached__=None,
-        __builtins__=builtins,
-        __loader__=SourceFileLoader("__main__", path),
-        __annotations__={},
-    )
-    sys.modules["__main__"] = main_module
+def _run_script(path: str, names: dict[str, object]) -> None:
+    """Run a file of source or byte code with the names of a module."""
+    names |= {
+        "__file__": path,
+        "__cached__": None,
+        "__builtins__": builtins,
+        "__loader__": SourceFileLoader("__main__", path),
+        "__annotations__": {},
+    }
     with io.open_code(path) as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, vars(main_module))  # noqa: S102 - as the interpreter does
+        code = pkgutil.read_code(file)
+    if code is None:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, names)  # noqa: S102 - as the interpreter does
 
 
 def _print_error(

@@ -44,7 +44,7 @@ from . import _orphan_guard
 from ._child_process import ChildProcess, ProcessExited, RecordedExit, with_orphans
 from ._control_socket import ControlRequest, ControlServer
 from ._error_reports import ErrorReportFilter
-from ._job import Job
+from ._job import OWN_VARIABLES, Job
 from ._outcome import Outcome, RankExit, describe_code
 from ._output import OutputPump, OutputSource, Screen
 from ._restart_policy import ReplaceLost, RestartPolicy, RestartTogether
@@ -52,6 +52,7 @@ from ._run_directory import run_directory
 from ._standby import encode_assignment, standby_command
 from ._worker_channel import ChannelReader, WorkerChannel
 
+_MAX_LOST_STANDBYS = 3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -88,13 +89,36 @@ class _SignalReceived(NamedTuple):
     at: float  # on the monotonic clock
 
 
-class _Standby(NamedTuple):
+@dataclass(frozen=True)
+class _Standby:
     """A process that waits to become a rank."""
 
     process: subprocess.Popen[bytes]
     channel: WorkerChannel
     descriptor: int  # the worker's end of the channel, in that process
     env: dict[str, str]
+
+    def has_exited(self) -> bool:
+        return self.process.poll() is not None
+
+    def assign(self, env: dict[str, str]) -> None:
+        """Make it a rank with this environment; raise OSError if it has died."""
+        if self.has_exited():
+            raise ChildProcessError("the standby has exited")
+        self.channel.send(encode_assignment(self.env, env))
+
+    def end(self, timeout: float) -> bool:
+        """Kill it; return whether it has exited."""
+        if not self.has_exited():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # it is blocked in the kernel
+                self.process.wait(timeout)
+        self.channel.shut_down()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        return self.has_exited()
 
 
 _Event = ProcessExited | _SignalReceived | WorkerChannel | ControlRequest
@@ -321,6 +345,7 @@ class _Attempt:
         """Lost ranks, and when to kill what they have started."""
         self._next_orphan_check = 0.0
         self._standby: _Standby | None = None
+        self._lost_standbys = 0  # that died before they were needed
 
     def run(self) -> Outcome:
         try:
@@ -363,7 +388,7 @@ class _Attempt:
 
     def start_rank(self, rank: int, *, incarnation: int) -> None:
         """Start a rank; raise OSError if that fails."""
-        if self._standby is not None and self._use_standby(rank, incarnation):
+        if self._use_standby(rank, incarnation):
             return
         job, channel = self._job, None if self._channels is None else self._channels.open()
         fds = [*job.rank_descriptors(rank)]
@@ -401,54 +426,55 @@ class _Attempt:
 
     def prepare_standby(self) -> None:
         """Start a process that becomes the next rank to be started, unless there is one."""
-        assert self._channels is not None, "the run is elastic"
-        if self._standby is not None:
-            if self._standby.process.poll() is None:
-                return
+        if self._standby is not None and self._standby.has_exited():
+            code = self._standby.process.returncode
             self._end_standby()
+            self._lost_standbys += 1
+            if self._lost_standbys == _MAX_LOST_STANDBYS:
+                self.show(f"the standby was lost: {describe_code(code)}; not replaced any more")
+        if self._standby is None and self._lost_standbys < _MAX_LOST_STANDBYS:
+            # Without it, a rank that is lost is started as usual, if that is possible.
+            with suppress(OSError):
+                self._standby = self._start_standby()
+
+    def _start_standby(self) -> _Standby:
+        assert self._channels is not None, "the run is elastic"
         channel = self._channels.open()
-        descriptor, env = channel.worker_fd, self._rank_env(0, 0, channel.worker_fd)
+        descriptor = channel.worker_fd
+        rank_env = self._rank_env(0, 0, descriptor)
+        env = {name: rank_env[name] for name in rank_env if name not in OWN_VARIABLES}
+        command = standby_command(self._job.command, descriptor)
         try:
-            process = self._spawn(
-                standby_command(self._job.command, descriptor), env=env, pass_fds=[descriptor]
-            )
-            self._standby = _Standby(process, channel, descriptor, env)
-        except OSError:  # a rank that is lost will be started without it, if that is possible
+            process = self._spawn(command, env=env, pass_fds=[descriptor])
+        except OSError:
             channel.shut_down()
+            raise
         finally:
             channel.close_worker_end()
+        return _Standby(process, channel, descriptor, env)
 
     def _use_standby(self, rank: int, incarnation: int) -> bool:
-        """Make the standby a rank; return False if it has died."""
-        assert self._standby is not None
-        standby, is_alive = self._standby, self._standby.process.poll() is None
-        env = self._rank_env(rank, incarnation, standby.descriptor)
+        """Make the standby a rank; return False if there is none."""
+        standby = self._standby
+        if standby is None:
+            return False
         try:
-            if is_alive:
-                standby.channel.send(encode_assignment(standby.env, env))
+            standby.assign(self._rank_env(rank, incarnation, standby.descriptor))
         except OSError:
-            is_alive = False
-        if not is_alive:
             self._end_standby()
             return False
         self._standby = None
-        self._register(rank, standby.process, standby.channel)
+        try:
+            self._register(rank, standby.process, standby.channel)
+        except OSError:
+            standby.channel.shut_down()
+            raise
         return True
 
     def _end_standby(self) -> None:
         standby, self._standby = self._standby, None
-        if standby is None:
-            return
-        process = standby.process
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # it is blocked in the kernel
-            process.wait(self._timing.kill_timeout)
-        self._tell_guard(f"-{process.pid}")
-        standby.channel.shut_down()
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
+        if standby is not None and standby.end(self._timing.kill_timeout):
+            self._tell_guard(f"-{standby.process.pid}")
 
     def send(self, rank: int, number: int) -> None:
         """Signal a rank."""

@@ -70,8 +70,9 @@ class WorkerChannel:
 
     def send(self, data: bytes) -> None:
         """Send a short message; raise OSError if the worker is gone, or does not take it whole."""
-        if self._socket.send(data) < len(data):
-            raise BlockingIOError("the worker does not read")
+        with self._lock:
+            if self._socket.send(data) < len(data):
+                raise BlockingIOError("the worker does not read")
 
     def receive(self) -> list[WorkerMessage]:
         """Return the messages since the last call, up to what the worker has written by now."""
@@ -146,8 +147,13 @@ class ChannelReader:
 
     def open(self) -> WorkerChannel:
         channel = WorkerChannel()
-        # While the thread is in select(): epoll allows that.
-        self._selector.register(channel, selectors.EVENT_READ, channel)
+        try:
+            # While the thread is in select(): epoll allows that.
+            self._selector.register(channel, selectors.EVENT_READ, channel)
+        except OSError:
+            channel.close_worker_end()
+            channel.close()
+            raise
         return channel
 
     def close(self) -> None:

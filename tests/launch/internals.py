@@ -26,6 +26,7 @@ from phalanx.launch._restart_policy import ReplaceLost
 from phalanx.launch._run_directory import RunInfo, find_run, find_runs, run_directory
 from phalanx.launch._script_analysis import analyze_script
 from phalanx.launch._spawn import _CallerStream
+from phalanx.launch._standby import encode_assignment, standby_command
 from phalanx.launch._supervisor import _signals_into as signals_into
 from phalanx.launch._worker_channel import ChannelReader, WorkerMessage
 
@@ -59,6 +60,7 @@ __all__ = [
     "default_env",
     "describe",
     "drop_in_env",
+    "encode_assignment",
     "find_run",
     "find_runs",
     "format_age",
@@ -71,6 +73,7 @@ __all__ = [
     "self_test",
     "send_request",
     "signals_into",
+    "standby_command",
     "torchrun_command",
     "torchrun_options",
 ]

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from phalanx.launch._standby import encode_assignment, standby_command
+from .internals import encode_assignment, standby_command
 
 pytestmark = pytest.mark.slow  # every standby imports torch and its compiler
 

@@ -72,14 +72,16 @@ def main() -> None:
     sys.excepthook = _print_error
     sys.argv[:] = [name, *args]
     sys.orig_argv[1:] = target
+    main_module = ModuleType("__main__")
+    main_module.__annotations__ = {}  # as in a new interpreter
     # multiprocessing has imported the second name for the first.
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main_module
     if is_module:
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what `python -m` calls
     elif is_archive:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
-        _run_script(os.path.abspath(name), vars(sys.modules["__main__"]))
+        _run_script(os.path.abspath(name), vars(main_module))
 
 
 def _current_directory() -> str:
@@ -112,7 +114,6 @@ def _run_script(path: str, names: dict[str, object]) -> None:
         "__cached__": None,
         "__builtins__": builtins,
         "__loader__": SourceFileLoader("__main__", path),
-        "__annotations__": {},
     }
     with io.open_code(path) as file:
         code = pkgutil.read_code(file)

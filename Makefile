@@ -31,7 +31,7 @@ native-test: $(READY)
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run address,undefined
 
 # What is rare is found by trying often: kills at random instants, files with random damage, random
-# training programs, elastic runs that lose 1,200 ranks.
+# training programs, elastic runs with 1,200 failures.
 soak: $(READY)
 	PHALANX_SOAK=1 $(BIN)/python -m pytest -n 2 --timeout 3600 tests/checkpoint/test_kills.py tests/checkpoint/test_async_deaths.py tests/checkpoint/test_hostile.py tests/ddp/test_fuzz.py $(ARGS)
 	PHALANX_SOAK=1 $(BIN)/python -m pytest -n 3 -rP tests/elastic/test_chaos.py -k soak $(ARGS)

@@ -149,7 +149,10 @@ def check(training, outcome, directory):
 
 
 def faults_at_points():
-    """Return pairs of a point and the (rank, nth) to kill at; None is the first rank there."""
+    """Return pairs of a point and the (rank, nth) to kill at; None is the first rank there.
+
+    A point added in the middle moves all later ones to other runs, which may fail for that reason.
+    """
     pairs = [(point, (None, 1)) for point in POINTS]
     # Again where most of the time goes, on given ranks, and later.
     places = [(0, 3), (1, 11), (2, 2), (0, 20)]
@@ -210,6 +213,7 @@ class RandomCase:
     workers: int = field(init=False)
     survivors: int = field(init=False)
     plan: FaultPlan = field(init=False)
+    options: list[str] = field(init=False)
 
     def __post_init__(self):
         draw = random.Random(self.seed)
@@ -232,6 +236,7 @@ class RandomCase:
                     store_unreachable(0.5): 1.0,
                 },
             ),
+            "options": draw.choice([[], [], ["--standby"]]),
         }
         for name, value in chosen.items():
             object.__setattr__(self, name, value)
@@ -246,7 +251,7 @@ class RandomCase:
     def __str__(self):
         return (
             f"seed {self.seed}: {self.training.model}, {self.ranks} ranks, {self.workers} loader "
-            f"workers, at least {self.survivors} survivors"
+            f"workers, at least {self.survivors} survivors {' '.join(self.options)}".rstrip()
         )
 
     def run(self, directory):
@@ -258,6 +263,7 @@ class RandomCase:
                 workers=self.workers,
                 plan=self.plan,
                 survivors=self.survivors,
+                options=self.options,
                 timeout=180 + 6 * self.count * self.mean_time_between_failures,
             )
         except AssertionError as error:

@@ -234,6 +234,32 @@ def test_state_that_a_script_changes_on_its_way_survives_losses(tmp_path, name):
     assert outcome.output.count("result:") == 3, "replacements have it, too"
 
 
+def test_progress_is_the_number_of_the_step_in_each_of_its_loops(tmp_path):
+    script = tmp_path / "train.py"
+    body = """
+    from phalanx.elastic import _elastic_worker
+
+    tell = _elastic_worker.SupervisorChannel.tell
+
+    def print_progress(self, event, **facts):
+        if event == "progress":
+            print("progress:", facts["step"])
+        tell(self, event, **facts)
+
+    _elastic_worker.PROGRESS_INTERVAL = 0.0
+    _elastic_worker.SupervisorChannel.tell = print_progress
+    run, loader = make()
+    for step in run.steps(3):
+        for _ in range(2):
+            train(step)
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    script.write_text(PROLOGUE + dedent(body))
+    outcome = run_elastic(script, ranks=1, timeout=TIMEOUT)
+    assert re.findall(r"progress: (\d)", outcome.output) == ["1", "1", "2", "2", "3", "3"], outcome
+
+
 def test_a_replacement_does_not_need_the_step_that_the_run_was_restored_from(tmp_path):
     body = f"""
     import os

@@ -509,7 +509,7 @@ def test_malformed_requests_are_answered(start):
     assert run.end("0.0")[0] == 0
 
 
-def test_api(script, monkeypatch, tmp_path):
+def test_launch_run_replaces_a_lost_rank(script, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     setup = """
     name == "1.0" and os._exit(4)

@@ -68,7 +68,7 @@ class Communicator:
     def members(self) -> tuple[int, ...]:
         return tuple(range(self.size)) if self._ours is None else self._ours.members
 
-    def dead_ranks(self) -> set[int]:
+    def dead_or_dying_ranks(self) -> set[int]:
         """Return the ranks whose process has died, or is about to end, as far as is known."""
         return set() if self._ours is None else self._ours._detector.dead_ranks()
 
@@ -155,7 +155,9 @@ class Communicator:
         The subtrees of this rank stay as they are, even if the sum fails.
         """
         if self.size == 1 or not slots.is_shared:
-            return OrderedSum(self.group, slots, plan, divisor)
+            subtrees = slots.inputs[: plan.counts[self.rank]]
+            order = SumOrder(plan.counts, plan.merges)
+            return OrderedSum(self.group, subtrees, slots.result, order, divisor)
         assert self._ours is not None
         return self._ours._ordered_allreduce(slots.tensor, plan.counts, plan.merges, divisor)
 
@@ -219,28 +221,45 @@ class SumSlots(NamedTuple):
         return self.tensor[1:]
 
 
+class SumOrder(NamedTuple):
+    """The order in which the subtrees of all ranks are added up."""
+
+    counts: list[int]  # of subtrees, by rank
+    merges: list[int]  # see `add_in_order`
+    rows: list[int] | None = None
+    """For each subtree in tree order, its place when all are listed by rank; None if that is the
+    same."""
+
+
 class OrderedSum:
     """A sum in tree order on engines that lack it: ranks exchange slices and add up their own.
+
+    The flat subtrees of this rank and the result have as many elements on all ranks, a multiple of
+    the world size.
 
     The second half starts when it is first waited for, so all ranks must wait for sums in the same
     order, and after they have started the same ones.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, slots: SumSlots, plan: SummationPlan, divisor: float
+        self,
+        group: dist.ProcessGroup,
+        subtrees: Tensor,
+        result: Tensor,
+        order: SumOrder,
+        divisor: float,
     ) -> None:
         self._group = group
-        self._result = slots.result
-        self._plan = plan
+        self._result = result
+        self._order = order
         self._divisor = divisor
-        rank, size = group.rank(), group.size()
-        mine, length = plan.counts[rank], self._result.numel() // size
+        mine, size, length = len(subtrees), group.size(), result.numel() // group.size()
         self._is_done = False
         # The slices of all my subtrees for one rank lie together.
-        self._sent = slots.inputs[:mine].view(mine, size, length).transpose(0, 1).reshape(-1)
+        self._sent = subtrees.view(mine, size, length).transpose(0, 1).reshape(-1)
         self._received = self._sent
         if size > 1:
-            received = [count * length for count in plan.counts]
+            received = [count * length for count in order.counts]
             self._received = self._sent.new_empty(sum(received))
             options = c10d.AllToAllOptions()
             sent = [mine * length] * size
@@ -250,12 +269,15 @@ class OrderedSum:
         if self._is_done:
             return True
         self._is_done = True
-        subtrees = self._received.view(sum(self._plan.counts), -1)
-        merges, result = self._plan.merges, self._result
-        if self._group.size() == 1:
+        size, merges, result = self._group.size(), self._order.merges, self._result
+        if size > 1:
+            self._work.wait()
+        subtrees = self._received.view(sum(self._order.counts), result.numel() // size)
+        if self._order.rows is not None:
+            subtrees = subtrees[self._order.rows]
+        if size == 1:
             sum_rows(subtrees, merges, self._divisor, into=result)
             return True
-        self._work.wait()
         own = sum_rows(subtrees, merges, self._divisor, into=torch.empty_like(subtrees[0]))
         return bool(self._group._allgather_base(result, own, c10d.AllgatherOptions()).wait())
 

@@ -7,7 +7,7 @@ greatest power of two below hi - lo. Which rank evaluates a node makes no differ
 
 A rank that runs the leaves [lo, hi) in order adds them like a binary counter: it pushes a leaf on a
 stack and, while the two topmost nodes are siblings, replaces them by their sum. At the end the
-stack has the maximal subtrees in [lo, hi), at most two per level; `MicroBatchBlock` says which. The
+stack has the maximal subtrees in [lo, hi), at most two per level; `LeafBlock` says which. The
 ranks' stacks, one behind the other, are combined by the same rule.
 
 The identity of the sum is negative zero: x + -0.0 has the bits of x for every x. x + 0.0 does not,

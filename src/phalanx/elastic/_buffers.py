@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from ..ddp._buckets import as_real
 from ..ddp._communicator import Communicator, SumSlots, broadcast_coalesced, same_bits
 from ..ddp._summation_tree import Node, SummationPlan, add_in_order, push, tree_order
 from ..errors import InvalidArgument, InvalidState
-from ._contributions import StagedBuffers
 from ._recovery import Cover, sum_cover
 
 BufferRule = Literal["mean", "first"]
@@ -119,6 +118,19 @@ class _MeanGroup:
         torch._foreach_copy_(targets, values)
         for entry in self.entries:
             entry.show()
+
+
+class StagedBuffers(NamedTuple):
+    """What the micro-batches of a rank left in the buffers, in shared memory.
+
+    See `BufferAverage.stage`.
+    """
+
+    means: list[Tensor]
+    """For each kind of buffer a row per node, and one that says which elements have changed. Empty
+    if nothing has."""
+    firsts: Tensor | None  # the bytes that micro-batch 0 left; None if it changed none
+    has_first: bool  # whether the rank has run micro-batch 0
 
 
 class BufferAverage:
@@ -373,7 +385,8 @@ class BufferAverage:
 
     @property
     def has_first_values(self) -> bool:
-        """Whether this rank has run micro-batch 0, which some buffers take their value from."""
+        """Whether this rank can give "first" buffers their values: it has run micro-batch 0, or has
+        taken them over from a lost rank, or there are no such buffers."""
         return not self._firsts or bool(self._first_values)
 
     @torch.no_grad()
@@ -387,7 +400,7 @@ class BufferAverage:
     ) -> None:
         """Do as `finish`, with the nodes that this rank contributes to a cover.
 
-        `first_rank`: the rank that has run micro-batch 0, if that changed any "first" buffer.
+        `first_rank`: the rank that gives "first" buffers their values; None if none has changed.
         """
         self.restore()
         if means_changed:

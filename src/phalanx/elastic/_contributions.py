@@ -40,6 +40,7 @@ from ..ddp._reducer import Reducer
 from ..ddp._summation_tree import Node, SummationPlan
 from ..errors import InvalidState
 from ..groups._store import from_json, to_json
+from ._buffers import StagedBuffers
 
 LINE_WORDS = 8  # of 8 bytes: rows of different ranks are in different cache lines
 MARK, TEXT_OFFSET, TEXT_LENGTH, TURN, RECORDS = range(5)  # words of a row; two records follow
@@ -86,19 +87,6 @@ class LoopRecord(NamedTuple):
         signature, seconds, *flags = row[2 * longest :]
         losses, weights = row[:count], row[longest : longest + count]
         return cls(losses, weights, signature, seconds, LoopFlags(*flags))
-
-
-class StagedBuffers(NamedTuple):
-    """What the micro-batches of a rank left in the buffers, in shared memory.
-
-    See `BufferAverage.stage`.
-    """
-
-    means: list[Tensor]
-    """For each kind of buffer a row per node, and one that says which elements have changed. Empty
-    if nothing has."""
-    firsts: Tensor | None  # the bytes that micro-batch 0 left; None if it changed none
-    has_first: bool  # whether the rank has run micro-batch 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +144,7 @@ class Contributions:
         # loop has a reduction that all ranks take part in, between `write_record` and `exchange`.
         self._records = [slice(RECORDS + i * length, RECORDS + (i + 1) * length) for i in (0, 1)]
         self._turn = 0
-        self._table = self._words = torch.empty(0, 0)
+        self._table = self._words = torch.empty(0, 0)  # one memory, as float64 and as int64
         self._memory = comm.shared_memory if comm.size > 1 else None
         """The shared memory of this group; None if it has none."""
         self._texts: dict[object, Tensor] = {}
@@ -211,7 +199,9 @@ class Contributions:
         return self._memory is not None
 
     def write_record(self, mine: LoopRecord) -> None:
-        """Let the other ranks read the record of this one; before the gradients are reduced."""
+        """Let the other ranks read the record of this one; once per loop, before the gradients are
+        reduced. With two records per row, a rank may be one loop ahead of its readers, not two.
+        """
         if self._memory is not None:
             self._turn = 1 - self._turn
             row = torch.tensor(mine.pack(self._micro_batches), dtype=torch.float64)
@@ -227,7 +217,10 @@ class Contributions:
     ) -> None:
         """Let survivors use the sums of this rank, which must not change until `clear`.
 
-        Without shared memory left for any of them, nothing is published.
+        `nodes` are the maximal subtrees of the whole block, in order: `_read` relies on node i
+        being in input slot i of every bucket, and on one loss per micro-batch in the record. Sums
+        of a part of the block cannot be published, since the next micro-batch is added to them in
+        place. Without shared memory left for any of them, nothing is published.
         """
         if self._memory is None:
             return
@@ -294,7 +287,7 @@ class Contributions:
         """Return what ranks have published in a section and left behind; `parameters` by name."""
         if self._memory is None:
             return []
-        dying = self._comm.dead_ranks()
+        dying = self._comm.dead_or_dying_ranks()
         deadline = time.monotonic() + DYING_TIMEOUT
         while True:
             dead = set(self._memory.dead_ranks())  # first: then the marks of these are final
@@ -313,6 +306,7 @@ class Contributions:
         for names, place in sums.buckets:
             slots = self._map(rank, place)
             members = [parameters[name] for name in names]
+            # Slot 0 is the result; a bucket may have more slots than this rank has nodes.
             for node, row in zip(sums.nodes, slots[1:], strict=False):
                 views = FlatViews(row, members, GRADIENT_ALIGNMENT).views
                 gradients[node].update(zip(names, views, strict=True))

@@ -198,8 +198,8 @@ class ElasticWorker:
     def close(self) -> None:
         self._generations.close()
 
-    def tell_progress(self, run: ElasticRun) -> None:
-        self._channel.tell_progress(run.completed_steps + 1)
+    def tell_progress(self, step: int) -> None:
+        self._channel.tell_progress(step)
 
     def mark_failed(self, why: str) -> None:
         self._has_failed = True
@@ -262,7 +262,9 @@ class ElasticWorker:
                 return
             # Others may have passed the barrier and begun the next section, so survivors meet
             # there; has_regrouped() then starts that loop in recovery.
-            self._recover(run, error, run._run_state.section + 1)
+            has_regrouped = self._recover(run, error, run._run_state.section + 1)
+            # The barrier of that section would have waited for this rank.
+            assert has_regrouped, "a section was committed without a living member"
         self._is_new = not had_state
         self._channel.is_leader = run._comm.rank == 0
         self._channel.tell("member", step=run.completed_steps)

@@ -182,9 +182,8 @@ class Generations:
         initial_workers: int,
         max_members: int,
         on_shortage: Callable[[], object] = lambda: None,
-        timing: ElasticTiming | None = None,
     ) -> None:
-        self._timing = timing or ElasticTiming()
+        self._timing = ElasticTiming()
         self._on_shortage = on_shortage
         """Called about once a second while the next step waits for the minimum of members."""
         self._config = GroupConfig(backend, device, timeout, None, {})
@@ -296,7 +295,7 @@ class Generations:
             plan = self._await_plan(reload)
             group = self._form_planned(plan)
             if group is not None:
-                self._apply(plan)
+                self._note_considered(plan)
                 self._use(plan.members, group)
                 return plan
             if self._has(f"withdrawn/{self.member.number}"):
@@ -459,7 +458,7 @@ class Generations:
                 self._fence(living[:1], "did not decide whether workers join")
             time.sleep(self._timing.poll_interval)
 
-    def _apply(self, plan: Plan) -> None:
+    def _note_considered(self, plan: Plan) -> None:
         """Note what a plan has considered."""
         self._join_requests, self.handled_requests = plan.join_requests, plan.handled_requests
         self._waiting = list(plan.waiting)
@@ -613,7 +612,7 @@ class Generations:
         """
         self.note_committed(section)
         plan = self._plan_change(requests, section)
-        self._apply(plan)
+        self._note_considered(plan)
         if all(each.number != self.member.number for each in plan.members):
             self._leave(plan)
         if plan.members == self.members:

@@ -34,7 +34,8 @@ from ..ddp._gradient_fold import GradientFold
 from ..ddp._summation_tree import LeafBlock, Node, ordered_sum
 from ..errors import GroupError, InvalidState, RankMismatch, RendezvousError
 from ..groups._call_site import user_site
-from ._contributions import Contribution, Contributions, LoopFlags, LoopRecord, StagedBuffers
+from ._buffers import StagedBuffers
+from ._contributions import Contribution, Contributions, LoopFlags, LoopRecord
 from ._randomness import derive_seed, seed_generators
 from ._recovery import Cover, NodeSums, node_gradients, sum_cover
 
@@ -191,11 +192,12 @@ class MicroBatchLoop:
         self._published: Contributions | None = None
         """Where this rank has published its sums, if it has."""
         self._staged: StagedBuffers | None = None
-        """The buffers that it has published: they must not be freed before."""
+        """The buffers that it has published. `BufferAverage` may drop its own reference to them
+        before `_published` is cleared."""
         self._previous: list[tuple[Tensor, Tensor]] = []
         self._outcome: tuple[float, list[float]] | None = None
         """The loss of the step and of its micro-batches, once this rank has all of the step."""
-        self._known_requests = 0  # the most that any rank knows of
+        self._agreed_requests = 0  # to join or leave: the most that any rank knows of
         self._seconds = 0.0
         self._all_seconds: list[float] = []  # per micro-batch, by rank
         self._used: set[str] = set()  # the parameters that got a gradient here, after a loss
@@ -340,7 +342,7 @@ class MicroBatchLoop:
         reported = float(report.detach() if isinstance(report, Tensor) else report)
         self._results[micro.number] = reported, NO_WEIGHT if weight is None else float(weight)
         # With weights, the sum of all is known only after the loop.
-        self._fold.divisor = float(run.micro_batches) if weight is None else 1.0
+        self._fold.divisor = self._divisor(has_weights=weight is not None)
         if weight == 0:
             loss = None  # it contributes nothing, even if it is NaN
         elif weight is not None:
@@ -414,7 +416,7 @@ class MicroBatchLoop:
         run._buffers.finish(
             means_changed=bool(flags.means_changed), firsts_changed=bool(flags.firsts_changed)
         )
-        self._known_requests = int(flags.known_requests)
+        self._agreed_requests = int(flags.known_requests)
         self._all_seconds = [record.seconds for record in records]
         self._pass_barrier(outcome)
 
@@ -459,6 +461,10 @@ class MicroBatchLoop:
         self._divide(total)
         return ordered_sum(products) / total if total else math.nan, losses
 
+    def _divisor(self, *, has_weights: bool) -> float:
+        """Return what the sum of gradients is divided by; with weights, `_divide` follows."""
+        return 1.0 if has_weights else float(self._run.micro_batches)
+
     def _divide(self, total: float) -> None:
         gradients = [p.grad for p in self._run._reducer.parameters if p.grad is not None]
         if gradients and total:
@@ -485,7 +491,9 @@ class MicroBatchLoop:
                 parameter.grad = before if new is None else before + new
         if self._loader is not None:
             self._loader._advance()
-        run._note_requests(self._known_requests)
+        run._note_requests(self._agreed_requests)
+        if run._worker is not None:
+            run._worker.tell_progress(step.number)
         run._rebalance(self._all_seconds)
         step._finish_loop(*self._outcome)
         seed_generators(derive_seed(run.seed, "after", step.number, step._completed_loops))
@@ -553,6 +561,7 @@ class MicroBatchLoop:
                 if error is not None and not run._regroup(error):
                     assert self._outcome is not None, COMMITTED_WITHOUT_ALL
                     return
+                self._outcome = None  # of a commit that did not happen
                 if contributions is not None:
                     self._adopt(contributions)
                 run._ensure_reducer()
@@ -620,7 +629,7 @@ class MicroBatchLoop:
         self._check_signatures({found for each in records for found in each["signatures"]})
         results = {number: pair for each in records for number, pair in each["results"]}
         losses, weights = zip(*(results[i] for i in range(run.micro_batches)), strict=True)
-        divisor = float(run.micro_batches) if weights[0] == NO_WEIGHT else 1.0
+        divisor = self._divisor(has_weights=weights[0] != NO_WEIGHT)
         contributed = [self._held[node] for node in cover.nodes_of(run._comm.rank)]
         used = {name for each in records for name in each["used"]}
         with torch.no_grad():
@@ -640,7 +649,7 @@ class MicroBatchLoop:
             means_changed=bool(flags.means_changed),
             first_rank=with_first[0] if flags.firsts_changed else None,
         )
-        self._known_requests = int(flags.known_requests)
+        self._agreed_requests = int(flags.known_requests)
         self._all_seconds = []  # some ranks may have those of the group before
         self._pass_barrier(outcome)
 

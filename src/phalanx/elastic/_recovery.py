@@ -6,9 +6,8 @@ set of disjoint nodes that together have every leaf. `Cover` finds the micro-bat
 has, which are run again, and which rank contributes which nodes. A micro-batch that two ranks have
 run has the same bits on both.
 
-The sum is that of `phalanx.ddp` with another division of the tree: ranks exchange slices of their
-nodes, add up their own slice in tree order, and gather the results. Nodes are not changed, so a
-sum that fails is repeated.
+The sum is that of `phalanx.ddp` with another division of the tree. Nodes are not changed, so a sum
+that fails is repeated.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
-from ..ddp._communicator import SLICE_GRAIN, Communicator, sum_rows
+from ..ddp._communicator import SLICE_GRAIN, Communicator, OrderedSum, SumOrder
 from ..ddp._gradient_fold import FoldedNode
 from ..ddp._reducer import Reducer
 from ..ddp._summation_tree import Node, fold_nodes
@@ -69,19 +66,13 @@ class Cover:
         """Return the nodes that a rank contributes, in tree order."""
         return [node for node, holder in self._nodes if holder == rank]
 
-    def counts(self) -> list[int]:
-        return [len(self.nodes_of(rank)) for rank in range(self._size)]
-
-    def row_of_nodes(self) -> list[int]:
-        """Return, for each node in tree order, its row in the gathered rows, which are grouped by
-        rank."""
-        by_rank = sorted(range(len(self._nodes)), key=lambda place: self._nodes[place][1])
-        return [by_rank.index(place) for place in range(len(self._nodes))]
-
-    def merges(self) -> list[int]:
+    def order(self) -> SumOrder:
         stack, merges = fold_nodes((node for node, _ in self._nodes), self.leaves)
         assert stack == [(0, self.leaves)], f"leaves {self.missing} are missing"
-        return merges
+        counts = [len(self.nodes_of(rank)) for rank in range(self._size)]
+        by_rank = sorted(range(len(self._nodes)), key=lambda place: self._nodes[place][1])
+        rows = [by_rank.index(place) for place in range(len(self._nodes))]
+        return SumOrder(counts, merges, rows)
 
 
 def node_gradients(node: FoldedNode, reducer: Reducer, *, clones: bool) -> dict[str, Tensor]:
@@ -100,25 +91,14 @@ def sum_cover(comm: Communicator, rows: Sequence[Tensor], cover: Cover, divisor:
     """Sum the nodes of a cover over all ranks.
 
     All ranks call it with flat tensors of the same length, dtype and device: one per node they
-    contribute, or one placeholder, which is ignored, if they contribute none. Reduce-scatter by
-    all-to-all, each rank adding its slice in tree order, then all-gather.
+    contribute, or one placeholder, which is ignored, if they contribute none.
     """
-    counts, order, merges = cover.counts(), cover.row_of_nodes(), cover.merges()
-    size, numel = comm.size, rows[0].numel()
-    length = -(-numel // (size * SLICE_GRAIN)) * SLICE_GRAIN
-    mine = rows[0].new_zeros(counts[comm.rank], size * length)
+    order, numel = cover.order(), rows[0].numel()
+    grain = comm.size * SLICE_GRAIN
+    padded = -(-numel // grain) * grain
+    mine = rows[0].new_zeros(order.counts[comm.rank], padded)
     for row, values in zip(mine, rows, strict=False):  # a placeholder has no row
         row[:numel] = values
-    if size == 1:
-        return sum_rows(mine[order], merges, divisor, into=torch.empty_like(mine[0]))[:numel]
-    sent = mine.view(-1, size, length).transpose(0, 1).reshape(-1)
-    received = mine.new_empty(sum(counts), length)
-    options = c10d.AllToAllOptions()
-    splits = [count * length for count in counts]
-    comm.group.alltoall_base(
-        received.view(-1), sent, splits, [counts[comm.rank] * length] * size, options
-    ).wait()
-    own = sum_rows(received[order], merges, divisor, into=torch.empty_like(received[0]))
-    result = mine.new_empty(size * length)
-    comm.group._allgather_base(result, own, c10d.AllgatherOptions()).wait()
+    result = mine.new_empty(padded)
+    OrderedSum(comm.group, mine, result, order, divisor).wait()
     return result[:numel]

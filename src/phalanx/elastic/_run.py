@@ -488,15 +488,15 @@ class ElasticRun:
             self._buffers.restore()
 
     def _evaluate(self, evaluation: Evaluation) -> Any:
-        comm = self._comm
-        block = LeafBlock.of_rank(comm.rank, comm.size, evaluation.batches)
+        block = LeafBlock.of_rank(self._comm.rank, self._comm.size, evaluation.batches)
         to_run, is_complete = [range(block.lo, block.hi)], False
         while True:
             try:
                 for each in to_run:
                     evaluation.run(each.start, each.stop)
-                for text in self._comm.exchange(evaluation.to_text()) if comm.size > 1 else ():
-                    evaluation.add(text)
+                if self._comm.size > 1:
+                    for text in self._comm.exchange(evaluation.to_text()):
+                        evaluation.add(text)
                 if missing := evaluation.missing():  # after a rank was lost
                     to_run = share_of(missing, self._comm.rank, self._comm.size)
                     continue
@@ -511,7 +511,7 @@ class ElasticRun:
                 if not self._regroup(error):
                     assert is_complete, COMMITTED_WITHOUT_ALL
                     return evaluation.result()
-                comm, to_run = self._comm, []
+                to_run, is_complete = [], False
 
     # -- membership changes ------------------------------------------------------------------
 
@@ -528,8 +528,6 @@ class ElasticRun:
     def _note_requests(self, known: int) -> None:
         state = self._run_state
         state.agreed_requests = max(state.agreed_requests, known)
-        if self._worker is not None:
-            self._worker.tell_progress(self)
 
     def _raise_unless_recoverable(self, error: BaseException) -> None:
         if self._worker is None:
@@ -654,10 +652,16 @@ class ElasticRun:
             self._rewind(directory, step)
         return steps
 
+    def _open_checkpoints(
+        self, directory: str | os.PathLike[str], **options: Any
+    ) -> CheckpointManager:
+        # All ranks of an elastic run have the same state, and none waits for another to save it.
+        group = _alone() if self._has_dynamic_membership else self.group
+        return CheckpointManager(directory, group=group, **options)
+
     def _rewind(self, directory: str | os.PathLike[str], step: int) -> None:
         # A manager of its own: one that has changed the directory keeps others from saving there.
-        group = _alone() if self._has_dynamic_membership else self.group
-        checkpoints = CheckpointManager(directory, group=group)
+        checkpoints = self._open_checkpoints(directory)
         try:
             checkpoints.rewind(step)
         finally:
@@ -671,13 +675,9 @@ class ElasticRun:
         *,
         has_begun: bool = False,
     ) -> int:
-        # All ranks of an elastic run have the same state, and none waits for another to save it.
-        if self._has_dynamic_membership:
-            if self._checkpoints is not None:
-                self._checkpoints.close()
-            checkpoints = CheckpointManager(directory, group=_alone(), **options)
-        else:
-            checkpoints = CheckpointManager(directory, group=self.group, **options)
+        if self._has_dynamic_membership and self._checkpoints is not None:
+            self._checkpoints.close()
+        checkpoints = self._open_checkpoints(directory, **options)
         self._checkpoints, self._saved_step, self._written_step = checkpoints, None, None
         # The run may have saved later steps and removed the one it began with.
         if step is None or (has_begun and step not in checkpoints.steps()):
@@ -703,8 +703,7 @@ class ElasticRun:
     def save(self, directory: str | os.PathLike[str] | None = None) -> None:
         """Save the run, to `directory` or to the one passed to `restore`; every rank calls it."""
         if directory is not None:
-            group = _alone() if self._has_dynamic_membership else self.group
-            checkpoints = CheckpointManager(directory, group=group)
+            checkpoints = self._open_checkpoints(directory)
         elif self._checkpoints is None:
             raise InvalidState(
                 "there is no directory to save to. Call run.restore(directory) before the loop (it "

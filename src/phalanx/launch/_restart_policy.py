@@ -63,7 +63,11 @@ class AttemptControl(Protocol):
         """Start a rank; raise OSError if that fails."""
 
     def prepare_standby(self) -> None:
-        """Start a process that becomes the next rank to be started, unless there is one."""
+        """Start a process that becomes the next rank to be started, unless there is one.
+
+        Called at every message of a worker, so it must be cheap; only then is the death of a
+        standby noticed.
+        """
 
     def send(self, rank: int, number: int) -> None:
         """Signal a rank."""

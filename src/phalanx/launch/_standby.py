@@ -7,7 +7,7 @@ the script as ``python SCRIPT`` would have.
 
 What is imported early finds the environment that the launcher has set, without the variables of a
 rank. A script that sets variables itself may do so before it imports torch, which reads some of
-them once. The other workers report such variables, and then there is no standby: see `ReplaceLost`.
+them once. The first workers report such variables, and then there is no standby: see `ReplaceLost`.
 
 `main` runs as a script, with nothing but the standard library until it preloads. Its module is not
 ``__main__`` any more when the user's script runs.

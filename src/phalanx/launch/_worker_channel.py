@@ -1,8 +1,9 @@
-"""The channel from a worker of an elastic run to its supervisor: a socket with lines of JSON.
+"""The channel between the supervisor and a worker of an elastic run: a socket with lines of JSON.
 
-The other end is in `elastic._elastic_worker`. One thread reads all channels, so that no worker has
-to wait for the supervisor. Before the supervisor classifies an exit it calls `receive` itself: what
-the process wrote before it died is in the socket.
+A worker sends events. A standby is sent what makes it a worker (`_standby`). The worker's end is in
+`elastic._elastic_worker`. One thread reads all channels, so that no worker has to wait for the
+supervisor. Before the supervisor classifies an exit it calls `receive` itself: what the process
+wrote before it died is in the socket.
 
 The thread alone unregisters and closes sockets. Others call `shut_down`, which looks like an end of
 file to the thread.

@@ -3,8 +3,8 @@
 An action is a name and at most one number, so it also has a text, such as ``stop:0.5``: faults are
 sent to launched workers and written to traces in this form, and nothing has to be unpickled.
 
-Most actions are carried out by the process that they affect, at a fault point. Some can also be
-carried out by another process, and two only so (`EXTERNAL`).
+Most actions are carried out by the process that they affect, at a fault point. `EXTERNAL` lists
+those that another process can carry out; two of these only so.
 """
 
 from __future__ import annotations

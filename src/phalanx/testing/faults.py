@@ -31,12 +31,13 @@ Those of `phalanx.elastic.ElasticRun`, in the order of a run:
 ``elastic:backward``          before the backward pass of a micro-batch
 ``elastic:folded``            after a micro-batch: gradients and buffers are added to this rank's
 ``elastic:publish``           before a rank publishes the sums of its micro-batches (shared memory)
-``elastic:published``         after it: from now on the survivors use them
-``ddp:reduce_fold``           before the sum of each bucket over ranks starts
+``elastic:published``         after it, also if there was no shared memory left to publish in
+``ddp:reduce_fold``           before the sum of each bucket over ranks starts: in the last backward
+                              pass, the last bucket after ``elastic:published``
 ``elastic:reduced``           the gradients of a loop are summed, also after a recovery
 ``elastic:recorded``          ranks have exchanged the losses and flags of a loop
 ``elastic:commit``            before the barrier that ends a loop
-``elastic:committed``         after it
+``elastic:committed``         after it, when the sums of this rank were taken back
 ``elastic:before_optimizer``  before a step of an optimizer
 ``elastic:after_optimizer``   after it
 ``elastic:save``              before a rank saves

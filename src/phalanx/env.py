@@ -140,10 +140,13 @@ def read_elastic_env(environ: Mapping[str, str] = os.environ) -> ElasticEnv | No
 
 
 _HARMLESS_VARIABLES = re.compile(
-    "LC_CTYPE|TORCHINDUCTOR_.*|KMP_DUPLICATE_LIB_OK|KMP_INIT_AT_FORK"
-    "|TEARDOWN_CUPTI|DISABLE_CUPTI_LAZY_REINIT"
+    "LC_CTYPE|TORCHINDUCTOR_CACHE_DIR|_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+    "|KMP_DUPLICATE_LIB_OK|KMP_INIT_AT_FORK|TEARDOWN_CUPTI|DISABLE_CUPTI_LAZY_REINIT"
 )
-"""What Python, torch's compiler, scikit-learn and torch's profiler set by themselves."""
+"""What Python, torch's compiler, scikit-learn and torch's profiler set by themselves.
+
+Other variables of the compiler (``TORCHINDUCTOR_*``) change its kernels, and so the bits.
+"""
 
 
 def changed_variables() -> list[str]:
@@ -158,8 +161,9 @@ def changed_variables() -> list[str]:
     if ELASTIC_VARIABLE in os.environ and ELASTIC_VARIABLE.encode() not in text:
         # setproctitle writes its title there.
         return ["unknown variables"]
-    entries = [entry.partition(b"=") for entry in text.split(b"\0") if entry]
-    before = {os.fsdecode(name): os.fsdecode(value) for name, _, value in entries}
+    entries = [entry.partition(b"=") for entry in text.split(b"\0") if b"=" in entry]
+    # Of several entries with one name Python takes the first.
+    before = {os.fsdecode(name): os.fsdecode(value) for name, _, value in reversed(entries)}
     names = {
         name for name in before.keys() | os.environ if before.get(name) != os.environ.get(name)
     }

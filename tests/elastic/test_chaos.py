@@ -117,16 +117,18 @@ print("regions:", sum("memfd" in line for line in maps), "world size:", run.worl
 """
 
 
-@pytest.mark.parametrize("point", ["elastic:forward", "elastic:published"])
-def test_the_memory_of_a_lost_group_is_freed_without_a_garbage_collection(tmp_path, point):
+@pytest.mark.parametrize("points", [["elastic:forward"], ["elastic:published", "elastic:regroup"]])
+def test_the_memory_of_lost_groups_is_freed_without_a_garbage_collection(tmp_path, points):
+    """Rank 2 is lost while it regroups after the loss of rank 1."""
     script = tmp_path / "train.py"
     script.write_text(WITHOUT_COLLECTOR)
+    places = [(1, 5), (2, 1)]
+    faults = [
+        Fault(point, kill(), rank=rank, nth=nth)
+        for point, (rank, nth) in zip(points, places, strict=False)
+    ]
     outcome = run_elastic(
-        script,
-        ranks=2,
-        faults=[Fault(point, kill(), rank=1, nth=5)],
-        options=["--max-restarts=0"],
-        timeout=60,
+        script, ranks=1 + len(points), faults=faults, options=["--max-restarts=0"], timeout=60
     )
     assert outcome.exit_code == 0, str(outcome)
     assert "regions: 1 world size: 1" in outcome.output

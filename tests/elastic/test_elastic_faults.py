@@ -234,6 +234,31 @@ def test_state_that_a_script_changes_on_its_way_survives_losses(tmp_path, name):
     assert outcome.output.count("result:") == 3, "replacements have it, too"
 
 
+def test_a_kill_changes_no_bit_of_a_head_that_some_micro_batches_freeze(tmp_path):
+    body = """
+    import os
+
+    run, loader = make()
+    is_alone = "PHALANX_ELASTIC" not in os.environ
+    for step in run.steps(60):
+        for micro in step.micro_batches(loader):
+            model[3].requires_grad_(micro.number in (0, 3))
+            micro.backward(nn.functional.mse_loss(model(micro.inputs), micro.targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.number > 5:
+            wait_for_replacements(run, is_alone)
+    print("result:", run.hash())
+    """
+    faults = [
+        Fault("elastic:published", kill(), rank=1, nth=5),
+        Fault("elastic:forward", kill(), rank=2, nth=20),
+    ]
+    expected, outcome = outcome_of(tmp_path, body, *faults)
+    assert _results(outcome.output) == expected, outcome
+    assert outcome.output.count("result:") == 3, "replacements have it, too"
+
+
 def test_progress_is_the_number_of_the_step_in_each_of_its_loops(tmp_path):
     script = tmp_path / "train.py"
     body = """

@@ -158,6 +158,28 @@ def test_a_mistake_of_one_rank_raises_on_all_and_says_what_to_do(misuse, said):
         assert "rank 1" in str(errors[rank])
 
 
+def test_a_parameter_that_is_unfrozen_in_the_loop_raises_on_all_ranks():
+    """Its gradient would not be reduced."""
+
+    def body(ctx, group):
+        module = nn.Linear(4, 1)
+        module.bias.requires_grad_(False)
+        run = ElasticRun(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), group=group, micro_batches=6
+        )
+        loader = run.loader(DATASET, 2)
+        for step in run.steps(3):
+            for micro in step.micro_batches(loader):
+                if step.number == 2 and micro.number == 2:
+                    module.bias.requires_grad_(True)
+                micro.backward(loss_of(run, micro))
+
+    errors = messages(body)
+    said = "parameter 'bias' was unfrozen in the micro-batches of step 2"
+    assert [isinstance(error, InvalidState) for error in errors] == [False, True, False]
+    assert all(said in str(error) for error in errors), errors
+
+
 def test_shapes_that_change_raise_on_all_ranks():
     def collate(samples):
         inputs, targets = zip(*samples, strict=True)

@@ -179,6 +179,8 @@ def test_variables_that_a_process_has_changed():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["LC_CTYPE"] = "x"
         del os.environ["REMOVED"]
         assert changed_variables() == ["CHANGED", "NEW", "REMOVED"]
+        os.environ["TORCHINDUCTOR_FREEZING"] = "1"
+        assert changed_variables() == ["CHANGED", "NEW", "REMOVED", "TORCHINDUCTOR_FREEZING"]
         os.environ["PHALANX_ELASTIC"] = "{}"  # as if it was overwritten where the process began
         assert changed_variables() == ["unknown variables"]
     """

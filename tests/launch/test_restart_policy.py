@@ -792,6 +792,32 @@ def test_ranks_that_the_first_step_waits_for_are_named_and_then_killed():
     assert run.attempt.sent == [(2, signal.SIGKILL)], "rank 1 may be reading its data"
 
 
+def test_a_replacement_that_does_not_begin_is_named_and_then_killed():
+    """A standby that has been stopped, for example."""
+    run = Run(2)
+    run.exit(1)
+    run.pass_time(0)
+    assert run.policy.next_due() == run.now + 60
+    for number in range(1, 10):
+        run.pass_time(60)
+        message = f"rank 1 has not created an ElasticRun after {60 * number} s"
+        assert run.attempt.messages[-1] == message
+    assert not run.attempt.sent
+    run.pass_time(60)
+    run.pass_time(1)
+    assert run.attempt.messages[-1] == "killing rank 1: it has not created an ElasticRun"
+    assert run.attempt.sent == [(1, signal.SIGKILL)]
+
+
+def test_a_replacement_that_reads_its_data_is_not_killed():
+    run = Run(2)
+    run.exit(1)
+    run.pass_time(0)
+    run.tell(1, "created")
+    run.pass_time(1000)
+    assert not run.attempt.sent
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_preempted_rank_is_replaced_if_the_others_are_too_few(restarts):
     run = Run(2, min_ranks=2, max_restarts=restarts)

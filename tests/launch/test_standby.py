@@ -111,6 +111,26 @@ def test_a_script_behaves_as_in_a_process_of_its_own(script, tmp_path, body, mod
     assert err.splitlines() == shown
 
 
+def test_a_script_behind_a_link_is_not_looked_for_elsewhere(script, tmp_path):
+    script("print(__file__)", name="jobs/train.py")
+    (tmp_path / "jobs" / "part").mkdir()
+    (tmp_path / "link").symlink_to("jobs/part")
+    for target in (["link/../train.py"], ["./jobs/train.py"]):
+        expected = run([sys.executable, *target], os.environ, tmp_path)
+        assert as_standby(target, dict(os.environ), tmp_path) == expected
+        assert expected[0] == 0
+
+
+def test_a_standby_that_cannot_import_torch_does_not_become_a_rank(script, tmp_path):
+    """Modules may be half imported, after an error that a new process would not meet."""
+    script("print('done')", name="train.py")
+    script("raise OSError('no memory')", name="library/torch/__init__.py")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "library")}
+    code, out, err = as_standby(["train.py"], environ, tmp_path)
+    assert (code, out) == (1, "")
+    assert "no memory" in err
+
+
 def test_an_archive_runs_in_a_standby(tmp_path):
     archive = tmp_path / "job.pyz"
     with zipfile.ZipFile(archive, "w") as file:

@@ -172,7 +172,7 @@ class AutogradHooks:
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
-        self._nodes = [accumulate_grad_node(parameter) for parameter in parameters]
+        self._nodes = [_requiring_grad(p, partial(accumulate_grad_node, p)) for p in parameters]
         """Keeps the nodes and users' hooks on them alive; parameters hold them weakly."""
         self._arrival_handles: list[Any] = []
         self._last_arrival_hooks: list[_LastArrivalHook] = []
@@ -205,7 +205,9 @@ class AutogradHooks:
         arrived = _weakly(callback)
         for i, parameter in enumerate(self._parameters):
             register = parameter.register_post_accumulate_grad_hook
-            self._arrival_handles.append(_add_hook(parameter, register, partial(arrived, i)))
+            self._arrival_handles.append(
+                _requiring_grad(parameter, partial(register, partial(arrived, i)))
+            )
 
     def detect_begin(self, callback: ArrivalCallback, lifetime: PassLifetime) -> None:
         """Call `callback` with a parameter before its gradient is accumulated outside a pass."""
@@ -214,7 +216,9 @@ class AutogradHooks:
         begin = _weakly(callback)
         for i, parameter in enumerate(self._parameters):
             hook = _make_begin_hook(begin, lifetime, self._restore, i)
-            self._begin_handles.append(_add_hook(parameter, parameter.register_hook, hook))
+            self._begin_handles.append(
+                _requiring_grad(parameter, partial(parameter.register_hook, hook))
+            )
 
     @property
     def order(self) -> list[int]:
@@ -315,11 +319,11 @@ def _make_begin_hook(
     return begin_hook
 
 
-def _add_hook(parameter: Parameter, register: Callable[[Any], Any], hook: Any) -> Any:
-    """Register a hook, on a frozen parameter too: it may be unfrozen at any time."""
+def _requiring_grad(parameter: Parameter, call: Callable[[], Any]) -> Any:
+    """Make a call for which a parameter must not be frozen; it may be unfrozen at any time."""
     required = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
-        return register(hook)
+        return call()
     finally:
         parameter.requires_grad_(required)

@@ -102,7 +102,11 @@ class Reducer:
         is_static: bool = False,
         check_every: int = 0,
         precision: PrecisionPolicy | None = None,
+        tracked: Collection[str] | None = None,
     ) -> None:
+        """`tracked`: the names of the parameters to begin with; by default those that require
+        gradients now.
+        """
         self.named = [(name, as_local_shard(parameter)) for name, parameter in named]
         self._precision = precision
         self.optimizers = OptimizersInBackward(named)
@@ -149,7 +153,7 @@ class Reducer:
         self._registry = _registries.setdefault(comm.group, ReducerRegistry())
         self._autograd_hooks = AutogradHooks([])
         self._since = time.perf_counter()
-        self.track_trainable_parameters()
+        self._track(set(self.trainable_names() if tracked is None else tracked))
         self._registry.members[id(self)] = self
 
     def use_hook(self, hook: CommHook) -> None:
@@ -161,10 +165,23 @@ class Reducer:
 
     def track_trainable_parameters(self) -> None:
         """Start again with the parameters that require gradients now."""
-        self._trainable = [(name, p) for name, p in self.named if p.requires_grad]
+        self._track(set(self.trainable_names()))
+
+    def trainable_names(self) -> list[str]:
+        """Return the names of the parameters that require gradients now."""
+        return [name for name, p in self.named if p.requires_grad]
+
+    def unfrozen_names(self) -> list[str]:
+        """Return those that have begun to require gradients and are not reduced yet."""
+        if not self._frozen:
+            return []
+        return sorted({*self.trainable_names()} - {*self.names})
+
+    def _track(self, names: Collection[str]) -> None:
+        self._trainable = [(name, p) for name, p in self.named if name in names]
         self.names = [name for name, _ in self._trainable]
         self.parameters = [p for _, p in self._trainable]
-        self._frozen = [p for _, p in self.named if not p.requires_grad]
+        self._frozen = [p for name, p in self.named if name not in names]
         self.unused: list[int] = []
         """The parameters that got no gradient on this rank in the last reduced pass, by index."""
         self._autograd_hooks.close()

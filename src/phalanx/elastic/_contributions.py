@@ -24,6 +24,7 @@ the row. So these rules keep a torn contribution from being used:
 from __future__ import annotations
 
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -137,6 +138,7 @@ class Contributions:
     def __init__(self, comm: Communicator, micro_batches: int) -> None:
         """Every rank of the group calls it."""
         self._comm = comm
+        self._pid = os.getpid()
         self._micro_batches = micro_batches
         empty = LoopRecord([], [], 0.0, 0.0, LoopFlags(0.0, 0.0, 0.0))
         length = len(empty.pack(micro_batches))
@@ -169,7 +171,8 @@ class Contributions:
 
     def clear(self) -> None:
         """Take back what this rank has published, before it changes or frees any of it."""
-        if self._memory is not None:
+        # A forked child that ends a loop must not take it back for its parent.
+        if self._memory is not None and os.getpid() == self._pid:
             self._words[self._comm.rank, MARK] = 0
 
     def exchange(self, mine: LoopRecord, plan: SummationPlan) -> list[LoopRecord]:

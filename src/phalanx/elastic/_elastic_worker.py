@@ -35,7 +35,7 @@ from .._formatting import format_ranks
 from .._signals import PREEMPTED_EXIT_CODE, PREEMPTED_MESSAGE
 from ..env import ElasticEnv, changed_variables
 from ..errors import GroupError, InvalidArgument, RendezvousError
-from ._generations import Departure, Generations, Member, NotNeeded, Plan
+from ._generations import Departure, Generations, Member, NotNeeded, Plan, drop_frames
 from ._run_state import receive_state
 
 if TYPE_CHECKING:
@@ -292,6 +292,7 @@ class ElasticWorker:
                 break
             except (GroupError, RendezvousError) as caught:
                 self.raise_unless_recoverable(caught)
+                drop_frames(caught)
                 error = caught
         self._channel.is_leader = run._comm.rank == 0
         self._must_plan = True

@@ -526,9 +526,10 @@ class Generations:
                 group = self._regroup_with(survivors, section, deadline)
             except _Committed:
                 return False
-            except PhalanxError:  # also that others form another group: they know of other deaths
+            except PhalanxError as caught:  # also that others know of other deaths
                 if self._has("failed"):
                     raise
+                drop_frames(caught)
                 time.sleep(self._timing.poll_interval)
                 if time.monotonic() >= deadline:
                     if not self._fence_silent(survivors, section):
@@ -733,3 +734,14 @@ def _kill(process: PeerProcess) -> None:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         finally:
             os.close(descriptor)
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Drop the traceback of an error that is handled, and those of its causes.
+
+    The call that raised it refers to it. So its frames would keep the loop, and with it the memory
+    of the old group, until a garbage collection.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

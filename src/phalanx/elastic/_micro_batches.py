@@ -36,6 +36,7 @@ from ..errors import GroupError, InvalidState, RankMismatch, RendezvousError
 from ..groups._call_site import user_site
 from ._buffers import StagedBuffers
 from ._contributions import Contribution, Contributions, LoopFlags, LoopRecord
+from ._generations import drop_frames
 from ._randomness import derive_seed, seed_generators
 from ._recovery import Cover, NodeSums, node_gradients, sum_cover
 
@@ -187,6 +188,8 @@ class MicroBatchLoop:
         self._fold = run._fold
         self._held: dict[Node, NodeSums] = {}
         """The sums that this rank has, after a rank was lost."""
+        self._lost_contributions: Contributions | None = None
+        """Those of the group that has lost a rank; only there has any rank published its sums."""
         self._adopted: dict[int, Contribution] = {}
         """What lost ranks had published, by their rank in the group that lost them."""
         self._published: Contributions | None = None
@@ -232,10 +235,18 @@ class MicroBatchLoop:
             if failure is not None or has_regrouped:
                 yield from self._recover(failure)
         finally:
-            # However the loop ends, what was published is freed or changed after this.
-            if self._published is not None:
-                self._published.clear()
+            self._release()
         self._complete()
+
+    def _release(self) -> None:
+        """Take back what this rank has published, and free what it holds for a recovery.
+
+        A frame that an error keeps may keep this loop, but not the memory of a lost group.
+        """
+        if self._published is not None:
+            self._published.clear()
+        self._published = self._staged = None
+        self._held, self._adopted, self._lost_contributions = {}, {}, None
 
     def _run_block(self, fold: GradientFold, block: LeafBlock) -> Iterator[MicroBatch]:
         """Yield some micro-batches, and fold their gradients."""
@@ -337,6 +348,11 @@ class MicroBatchLoop:
                 f"{step.number}. Add the losses and call it once"
             )
         self._check_loss(loss)
+        if unfrozen := run._reducer.unfrozen_names():
+            self.fail(
+                f"parameter {unfrozen[0]!r} was unfrozen in the micro-batches of step {step.number}"
+                ", which does not reduce its gradient. Call requires_grad_(True) before the loop"
+            )
         self._check_weight(micro, weight)
         micro._backward_calls += 1
         reported = float(report.detach() if isinstance(report, Tensor) else report)
@@ -549,21 +565,20 @@ class MicroBatchLoop:
         `error`: what reported the lost rank; None if the survivors have regrouped already.
         """
         run = self._run
-        # Of the group that has lost a rank; only there has any rank published its sums.
-        contributions = run._contributions
+        self._lost_contributions = run._contributions
         if self._has_run:
             self._hold(run._fold, clones=False)
         # The nodes are in _held now; sums of redone micro-batches start empty.
         run._buffers.take_nodes()
         while True:
-            _drop_frames(error)
+            drop_frames(error)
             try:
                 if error is not None and not run._regroup(error):
                     assert self._outcome is not None, COMMITTED_WITHOUT_ALL
                     return
                 self._outcome = None  # of a commit that did not happen
-                if contributions is not None:
-                    self._adopt(contributions)
+                if self._lost_contributions is not None:
+                    self._adopt(self._lost_contributions)
                 run._ensure_reducer()
                 while (cover := self._exchange_held()).missing:
                     yield from self._redo(cover.to_redo(run._comm.rank))
@@ -652,14 +667,3 @@ class MicroBatchLoop:
         self._agreed_requests = int(flags.known_requests)
         self._all_seconds = []  # some ranks may have those of the group before
         self._pass_barrier(outcome)
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """Drop the traceback of an error that is handled, and those of its causes.
-
-    The call that raised it refers to it. So its frames would keep the loop, and with it the memory
-    of the old group, until a garbage collection.
-    """
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__

@@ -22,7 +22,7 @@ import copy
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -257,7 +257,7 @@ class ElasticRun:
         torch.set_num_threads(self.threads)
         _use_deterministic_algorithms(self._strict)
 
-    def _make_reducer(self) -> None:
+    def _make_reducer(self, tracked: Collection[str] | None = None) -> None:
         """Make what reduces the gradients of the current group; all its ranks call this."""
         options = BucketOptions(
             caps=resolve_bucket_caps(self._bucket_cap_mb, None, shared=self._comm.shares_memory),
@@ -268,7 +268,7 @@ class ElasticRun:
             if self._rebalancing is None
             else max_subtrees(self.micro_batches, self._comm.size),
         )
-        self._reducer = Reducer(self._named, self._comm, options, reduce="sum")
+        self._reducer = Reducer(self._named, self._comm, options, reduce="sum", tracked=tracked)
         self._has_reducer = True
         self._contributions = Contributions(self._comm, self.micro_batches)
         if self._reducer.optimizers:
@@ -572,14 +572,17 @@ class ElasticRun:
     def _ensure_reducer(self) -> None:
         """Make the reducer of the current group, if there is none; all ranks of a section call it.
 
-        Rank 0 sends the order of its gradients, so that nobody has to learn it again.
+        Rank 0 sends which parameters it reduces, and the order of their gradients, so that nobody
+        has to learn it again. In the middle of a loop `requires_grad` may be that of one
+        micro-batch, so what the reducer before has reduced is reduced by this one, too.
         """
         if self._has_reducer:
             return
-        names, progress = self._progress
-        mine = progress if names == self._trainable() else None
-        first = json.loads(self._comm.exchange(json.dumps(mine))[0])
-        self._make_reducer()
+        before, progress = self._progress
+        names = [name for name, p in self._named if p.requires_grad or name in before]
+        mine = names, progress if names == before else None
+        tracked, first = json.loads(self._comm.exchange(json.dumps(mine))[0])
+        self._make_reducer(tracked)
         if first is not None:
             self._reducer.load_progress(first)
 

@@ -12,6 +12,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -129,7 +130,12 @@ class Job:
             place |= elastic.to_variables()
         own = {name: str(value) for name, value in place.items()}
         inherited = {name: self.environ[name] for name in self.environ if name not in _STORE}
-        return {**default_env(self.world_size, self.environ), **inherited, **own}
+        return {**self._default_env, **inherited, **own}
+
+    @cached_property
+    def _default_env(self) -> dict[str, str]:
+        # Once: ranks that are started later get the same.
+        return default_env(self.world_size, self.environ)
 
 
 def count_ranks(ranks: RankCount) -> int:

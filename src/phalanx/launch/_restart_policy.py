@@ -49,7 +49,7 @@ LEAVE_WINDOW = 1.0
 signal the ranks before the launcher."""
 START_TIMEOUTS = 10
 """A process that has not created an `ElasticRun` after this many times `quorum_timeout` is killed,
-and so replaced, if the first step waits for it."""
+and so replaced; before there are members only if the first step waits for it."""
 FUTILE_RESTARTS = 10
 """Restarts of all ranks in a row, none of which got any further, that end the job."""
 MAX_RANKS = 1024
@@ -189,6 +189,7 @@ class _SupervisedWorker:
     due: float | None = None
     """When to start it, or to kill it if it has not left."""
     started_at: float = 0.0
+    reminders: int = 0  # that it has not created its ElasticRun
     max_members: int | None = None  # told when it has asked to join; more workers are spares
     is_member: bool = False  # also while it leaves
     was_member: bool = False
@@ -199,6 +200,11 @@ class _SupervisedWorker:
     was_asked_to_leave: bool = False  # by this launcher
     has_successor: bool = False  # one was started because this worker leaves
     has_left: bool = False
+
+    @property
+    def is_without_run(self) -> bool:
+        """Whether it is starting and has not created its `ElasticRun`."""
+        return self.state is WorkerState.STARTING and not self.has_created
 
     @property
     def is_ready(self) -> bool:
@@ -616,6 +622,8 @@ class ReplaceLost(RestartPolicy):
             dues.append(self._without_quorum_since + self._quorum_deadline())
         if self._waiting_since is not None and not self._is_formed:
             dues.append(self._waiting_since + (self._reminders + 1) * self._quorum_timeout)
+        if self._is_formed:
+            dues += map(self._next_reminder, self._without_run())
         return min(dues, default=None)
 
     def _quorum_deadline(self) -> float:
@@ -633,6 +641,10 @@ class ReplaceLost(RestartPolicy):
                 self._attempt.send(worker.rank, signal.SIGKILL)
             else:
                 self._start(worker, now)
+        if self._is_formed:
+            self._remind_of_replacements(now)
+        elif self._waiting_since is not None:
+            self._remind(now, now - self._waiting_since)
         since, deadline = self._without_quorum_since, self._quorum_deadline()
         if since is not None and now >= since + deadline:
             self._without_quorum_since = None
@@ -641,8 +653,6 @@ class ReplaceLost(RestartPolicy):
                 self._start_over(reason)
             elif self._is_short:
                 self._end_shortage(reason)
-        if self._waiting_since is not None and not self._is_formed:
-            self._remind(now, now - self._waiting_since)
 
     def _end_shortage(self, reason: str) -> None:
         """End a run without restarts whose members wait for others."""
@@ -664,12 +674,29 @@ class ReplaceLost(RestartPolicy):
         have = "has" if len(missing) == 1 else "have"
         ranks = format_ranks([each.rank for each in missing])
         self._attempt.show(f"{ranks} {have} not reached the first step after {waited:.3g} s")
-        for each in missing:
-            is_late = now - each.started_at >= START_TIMEOUTS * self._quorum_timeout
-            if is_late and not each.has_created and each.state is WorkerState.STARTING:
-                why = "it has not created an ElasticRun"
-                self._attempt.show(f"killing rank {each.rank}: {why}")
-                self._attempt.send(each.rank, signal.SIGKILL)
+        for each in self._without_run():
+            self._kill_if_late(each, now)
+
+    def _remind_of_replacements(self, now: float) -> None:
+        """Say which workers have not begun, every minute; kill those that seem to hang."""
+        for each in self._without_run():
+            if now >= self._next_reminder(each):
+                each.reminders += 1
+                waited = f"{now - each.started_at:.3g} s"
+                self._attempt.show(f"rank {each.rank} has not created an ElasticRun after {waited}")
+                self._kill_if_late(each, now)
+
+    def _without_run(self) -> list[_SupervisedWorker]:
+        return [each for each in self._workers.values() if each.is_without_run]
+
+    def _next_reminder(self, worker: _SupervisedWorker) -> float:
+        return worker.started_at + (worker.reminders + 1) * self._quorum_timeout
+
+    def _kill_if_late(self, worker: _SupervisedWorker, now: float) -> None:
+        if now - worker.started_at >= START_TIMEOUTS * self._quorum_timeout:
+            why = "it has not created an ElasticRun"
+            self._attempt.show(f"killing rank {worker.rank}: {why}")
+            self._attempt.send(worker.rank, signal.SIGKILL)
 
     def _start(self, worker: _SupervisedWorker, now: float) -> None:
         try:

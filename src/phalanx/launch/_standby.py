@@ -24,7 +24,6 @@ import runpy
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
@@ -61,9 +60,10 @@ def main() -> None:
         sys.path[0] = name
     elif not sys.flags.safe_path:  # otherwise there is no entry for the script
         sys.path[0] = _current_directory() if is_module else _directory_of(name)
+    # If this raises, modules are half imported, and the standby ends: the script would fail where a
+    # new process might not.
     for each in PRELOADED:
-        with suppress(Exception):  # the script will raise it, if it needs that
-            import_module(each)
+        import_module(each)
     os.environ.update(_await_assignment(int(descriptor)))
     if os.environ["RANK"] != "0":  # only rank 0 has the terminal
         null = os.open(os.devnull, os.O_RDONLY)
@@ -81,7 +81,9 @@ def main() -> None:
     elif is_archive:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
-        _run_script(os.path.abspath(name), vars(main_module))
+        # Not abspath(): "link/../train.py" may be another file than "train.py".
+        path = os.path.join(_current_directory(), name)
+        _run_script(path, vars(main_module))
 
 
 def _current_directory() -> str:

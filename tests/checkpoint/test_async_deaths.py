@@ -217,7 +217,10 @@ def train_until_killed(ctx, folder, first, seed, victims, port):
     for step in itertools.count(first):
         weight.fill_(step)
         began = time.monotonic()
-        staging, writing = checkpointer.save(f"{folder}/c", own_state(ctx.rank, step, weight))
+        try:
+            staging, writing = checkpointer.save(f"{folder}/c", own_state(ctx.rank, step, weight))
+        except CheckpointError:  # of the save before, which was not looked at yet
+            die(draw.choice([0, LONGEST]), None)
         staging.result(30)
         if step < first + 2:
             writing.result(60)  # a new job can save at once

@@ -168,7 +168,10 @@ def _count_step(uses: torch.Tensor, involved: Sequence[tuple[Ids, Commit | None]
         for start, stop, stride in ids:
             uses[start:stop:stride] += 1
     contributed = max((commit.world for _, commit in committed), default=0)
-    if contributed > len(committed):  # a worker was killed after it contributed, before it logged
+    samples = max((commit.samples or 0 for _, commit in committed), default=0)
+    counted = sum(len(range(*each)) for ids, _ in committed for each in ids)
+    # A worker was killed after it contributed, before it logged that.
+    if contributed > len(committed) or samples > counted:
         for ids, commit in involved:
             for start, stop, stride in ids if commit is None else ():
                 uses[start:stop:stride].clamp_(min=1)

@@ -45,7 +45,9 @@ class CommitLog:
         """Note that the gradients of a step were thrown away."""
         self._write("abandon", step)
 
-    def commit(self, step: int, *, generation: int, world: int, loss: float) -> None:
+    def commit(
+        self, step: int, *, generation: int, world: int, loss: float, samples: int | None = None
+    ) -> None:
         """Note that the optimizer has made a step.
 
         Arguments:
@@ -53,8 +55,9 @@ class CommitLog:
             generation: a number that changes when the members of the group do.
             world: how many workers contributed to the step.
             loss: the loss of the step.
+            samples: how many have contributed to it, if more may than those workers have run.
         """
-        self._write("commit", step, time.time_ns(), generation, world, loss)
+        self._write("commit", step, time.time_ns(), generation, world, loss, samples)
 
     def end(self, digest: str) -> None:
         """Note the digest of the final state."""
@@ -78,6 +81,7 @@ class Commit:
     generation: int
     world: int
     loss: float
+    samples: int | None = None
 
 
 @dataclass

@@ -42,7 +42,14 @@ def main() -> None:
             LOG.ran(step.number, ids)
             micro.backward(cross_entropy(model(inputs), labels))
         optimizer.step()
-        LOG.commit(step.number, generation=generation.number, world=run.world_size, loss=step.loss)
+        LOG.commit(
+            step.number,
+            generation=generation.number,
+            world=run.world_size,
+            loss=step.loss,
+            # Those of a worker that was lost after it had published its sums are among them.
+            samples=len(step.losses) * BATCH // MICRO_BATCHES,
+        )
         optimizer.zero_grad()
         if OPTIONS.checkpoints is not None:
             run.save_every(SAVE_INTERVAL)

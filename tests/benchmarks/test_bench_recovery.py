@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 from benchmarks.machine import Machine
@@ -186,6 +187,15 @@ def test_a_victim_may_have_contributed_without_logging_its_commit():
     ran = {step: halves(step, 0) for step in (1, 2)}
     survivor = worker(0, (1, 1), (2, 2, 0, 2), (3, 4, 1, 1), ran=ran)
     victim = worker(1, (1, 1), ran={1: halves(1, 1), 2: halves(2, 1)})
+    assert count_samples([survivor, victim], BATCH, 2) == SampleCount(0, 0, 0)
+
+
+def test_survivors_may_use_what_a_victim_had_published():
+    """The step is committed by one worker, with the samples of two."""
+    ran = {step: halves(step, 0) for step in (1, 2)}
+    survivor = worker(0, (1, 1), (2, 2, 1, 1), (3, 4, 1, 1), ran=ran)
+    victim = worker(1, (1, 1), ran={1: halves(1, 1), 2: halves(2, 1)})
+    survivor.commits[1] = replace(survivor.commits[1], samples=BATCH)
     assert count_samples([survivor, victim], BATCH, 2) == SampleCount(0, 0, 0)
 
 

@@ -809,6 +809,45 @@ def test_a_replacement_that_does_not_begin_is_named_and_then_killed():
     assert run.attempt.sent == [(1, signal.SIGKILL)]
 
 
+def test_a_replacement_may_take_as_long_as_the_others_took():
+    """Twice as long, if that is more than ten minutes."""
+    run = Run(2, members=False)
+    run.pass_time(660)
+    run.join(0)
+    run.join(1)
+    run.exit(1)
+    run.pass_time(0)
+    assert run.policy.next_due() == run.now + 660
+    for _ in range(13):
+        run.pass_time(100)
+    assert not run.attempt.sent
+    run.pass_time(20)
+    assert run.attempt.sent == [(1, signal.SIGKILL)]
+
+
+def test_replacements_that_hang_do_not_end_a_run_that_makes_steps():
+    run = Run(2)
+    run.exit(1)
+    for number in range(1, 6):
+        run.pass_time(1)
+        run.pass_time(600)
+        assert run.attempt.sent == [(1, signal.SIGKILL)] * number
+        run.exit(1)
+    assert run.attempt.end == ""
+
+
+def test_a_rank_that_the_others_started_without_is_named_once_per_minute():
+    run = Run(3, members=False)
+    run.join(0)
+    run.join(1)
+    run.pass_time(150)
+    before = list(run.attempt.messages)
+    assert before[-1] == "rank 2 has not created an ElasticRun after 150 s"
+    run.pass_time(1)
+    assert run.attempt.messages == before
+    assert run.policy.next_due() == run.now + 29
+
+
 def test_a_replacement_that_reads_its_data_is_not_killed():
     run = Run(2)
     run.exit(1)

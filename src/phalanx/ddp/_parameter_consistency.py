@@ -28,9 +28,16 @@ def verify_parameters(
     what: str = "modules",
     advice: str = "Make the same module on every rank before wrapping it",
     operation: str = "DistributedDataParallel",
+    compares_frozen: bool = True,
 ) -> None:
-    """Raise unless all ranks have parameters of the same names, shapes, strides and dtypes."""
-    short = [(name, t.dtype, *t.shape, *t.stride(), t.requires_grad) for name, t in named]
+    """Raise unless all ranks have parameters of the same names, shapes, strides and dtypes.
+
+    `compares_frozen`: whether all must have frozen the same ones.
+    """
+    short = [
+        (name, t.dtype, *t.shape, *t.stride(), compares_frozen and t.requires_grad)
+        for name, t in named
+    ]
     rows = comm.gather_numbers([_digest(repr(short))])
     digests = {digest for (digest,) in rows if digest}  # 0: the rank has left
     if len(digests) > 1:

@@ -103,9 +103,15 @@ class Reducer:
         check_every: int = 0,
         precision: PrecisionPolicy | None = None,
         tracked: Collection[str] | None = None,
+        keeps_frozen: bool = False,
     ) -> None:
-        """`tracked`: the names of the parameters to begin with; by default those that require
-        gradients now.
+        """Make it, on all ranks.
+
+        Arguments:
+            tracked: the names of the parameters to begin with; by default those that require
+                gradients now.
+            keeps_frozen: whether parameters that are frozen are always reduced as before: others
+                than the last micro-batch of this rank may train them.
         """
         self.named = [(name, as_local_shard(parameter)) for name, parameter in named]
         self._precision = precision
@@ -118,6 +124,7 @@ class Reducer:
         self._grad_is_view = grad_is_view
         self.is_static = is_static
         self._check_every = check_every
+        self._keeps_frozen = keeps_frozen
         self._is_closed = False
         self.graph_ever_changed = False
         self.stats = StatsHistory()
@@ -165,7 +172,8 @@ class Reducer:
 
     def track_trainable_parameters(self) -> None:
         """Start again with the parameters that require gradients now."""
-        self._track(set(self.trainable_names()))
+        kept = self.names if self._keeps_frozen else []
+        self._track({*self.trainable_names(), *kept})
 
     def trainable_names(self) -> list[str]:
         """Return the names of the parameters that require gradients now."""
@@ -219,7 +227,7 @@ class Reducer:
         self.optimizers.check(self.optimizers.ends)
         is_unfrozen = self._frozen and any(p.requires_grad for p in self._frozen)
         if is_unfrozen or self._layout.is_outdated():
-            verify_parameters(self.named, self.comm)
+            verify_parameters(self.named, self.comm, compares_frozen=not self._keeps_frozen)
             self.track_trainable_parameters()
         self._follow_new_order()
 

@@ -23,6 +23,7 @@ the row. So these rules keep a torn contribution from being used:
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import time
@@ -146,7 +147,10 @@ class Contributions:
         # loop has a reduction that all ranks take part in, between `write_record` and `exchange`.
         self._records = [slice(RECORDS + i * length, RECORDS + (i + 1) * length) for i in (0, 1)]
         self._turn = 0
-        self._table = self._words = torch.empty(0, 0)  # one memory, as float64 and as int64
+        # One memory. Single words of it are accessed without torch, which takes a microsecond each.
+        self._table = torch.empty(0)
+        self._words: list[ctypes.Array[ctypes.c_int64]] = []
+        self._numbers: list[ctypes.Array[ctypes.c_double]] = []
         self._memory = comm.shared_memory if comm.size > 1 else None
         """The shared memory of this group; None if it has none."""
         self._texts: dict[object, Tensor] = {}
@@ -164,8 +168,10 @@ class Contributions:
         except InvalidState:  # on all ranks: there is no memory left
             self._memory = None
             return
-        self._words = memory.view(torch.int64).view(self._comm.size, words)
-        self._table = memory.view(torch.float64).view(self._comm.size, words)
+        self._table = memory
+        rows = [memory.data_ptr() + 8 * words * rank for rank in range(self._comm.size)]
+        self._words = [(ctypes.c_int64 * words).from_address(row) for row in rows]
+        self._numbers = [(ctypes.c_double * words).from_address(row) for row in rows]
         self.clear()
         self._comm.barrier()  # from now on the mark of every rank is valid
 
@@ -173,7 +179,7 @@ class Contributions:
         """Take back what this rank has published, before it changes or frees any of it."""
         # A forked child that ends a loop must not take it back for its parent.
         if self._memory is not None and os.getpid() == self._pid:
-            self._words[self._comm.rank, MARK] = 0
+            self._words[self._comm.rank][MARK] = 0
 
     def exchange(self, mine: LoopRecord, plan: SummationPlan) -> list[LoopRecord]:
         """Return the records of all ranks, which all have published and reduced the gradients."""
@@ -181,7 +187,8 @@ class Contributions:
         if comm.size == 1:
             return [mine]
         if self._memory is not None:
-            longest, rows = self._micro_batches, self._table[:, self._records[self._turn]].tolist()
+            longest, turn = self._micro_batches, self._records[self._turn]
+            rows = [row[turn] for row in self._numbers]
         else:
             longest = max(lengths)
             row = mine.pack(longest)
@@ -207,8 +214,8 @@ class Contributions:
         """
         if self._memory is not None:
             self._turn = 1 - self._turn
-            row = torch.tensor(mine.pack(self._micro_batches), dtype=torch.float64)
-            self._table[self._comm.rank, self._records[self._turn]] = row
+            row = self._numbers[self._comm.rank]
+            row[self._records[self._turn]] = [*mine.pack(self._micro_batches)]
 
     def publish(
         self,
@@ -294,7 +301,7 @@ class Contributions:
         deadline = time.monotonic() + DYING_TIMEOUT
         while True:
             dead = set(self._memory.dead_ranks())  # first: then the marks of these are final
-            marks = self._words[:, MARK].tolist()
+            marks = [row[MARK] for row in self._words]
             marked = {rank for rank in dying | dead if marks[rank] == section}
             if marked <= dead or time.monotonic() >= deadline:
                 return [self._read(rank, parameters) for rank in sorted(marked & dead)]
@@ -302,7 +309,7 @@ class Contributions:
 
     def _read(self, rank: int, parameters: Mapping[str, Parameter]) -> Contribution:
         assert self._memory is not None
-        offset, length, turn = self._words[rank, TEXT_OFFSET : TURN + 1].tolist()
+        offset, length, turn = self._words[rank][TEXT_OFFSET : TURN + 1]
         text = self._memory.map_peer(rank, offset, length)
         sums = from_json(bytes(text.tolist()), PublishedSums)
         gradients: dict[Node, dict[str, Tensor]] = {node: {} for node in sums.nodes}
@@ -319,7 +326,7 @@ class Contributions:
             sums.has_first,
         )
         count, longest = sum(hi - lo for lo, hi in sums.nodes), self._micro_batches
-        record = LoopRecord.unpack(self._table[rank, self._records[turn]].tolist(), count, longest)
+        record = LoopRecord.unpack(self._numbers[rank][self._records[turn]], count, longest)
         is_used = self._map(rank, sums.used).tolist()
         used = {name for name, flag in zip(sums.parameters, is_used, strict=True) if flag}
         return Contribution(rank, record, used, gradients, buffers)

@@ -529,12 +529,12 @@ class Generations:
             except PhalanxError as caught:  # also that others know of other deaths
                 if self._has("failed"):
                     raise
-                drop_frames(caught)
                 time.sleep(self._timing.poll_interval)
                 if time.monotonic() >= deadline:
                     if not self._fence_silent(survivors, section):
                         raise
                     deadline = time.monotonic() + self._timeout
+                drop_frames(caught)
                 continue
             is_futile = survivors == self.members and section == self._futile_section
             self._futile, self._futile_section = self._futile + 1 if is_futile else 0, section
@@ -737,11 +737,14 @@ def _kill(process: PeerProcess) -> None:
 
 
 def drop_frames(error: BaseException | None) -> None:
-    """Drop the traceback of an error that is handled, and those of its causes.
+    """Drop the traceback of a group's error that is handled, and those of its causes.
 
     The call that raised it refers to it. So its frames would keep the loop, and with it the memory
-    of the old group, until a garbage collection.
+    of the old group, until a garbage collection. What the script itself was handling when the group
+    failed keeps its traceback.
     """
-    while error is not None:
+    seen = set()
+    while isinstance(error, (PhalanxError, RuntimeError)) and id(error) not in seen:
+        seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

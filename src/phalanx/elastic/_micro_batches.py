@@ -351,7 +351,8 @@ class MicroBatchLoop:
         if unfrozen := run._reducer.unfrozen_names():
             self.fail(
                 f"parameter {unfrozen[0]!r} was unfrozen in the micro-batches of step {step.number}"
-                ", which does not reduce its gradient. Call requires_grad_(True) before the loop"
+                ", which does not reduce its gradient. Call requires_grad_(True) before the loop, "
+                "or requires_grad_(False) before micro.backward()"
             )
         self._check_weight(micro, weight)
         micro._backward_calls += 1

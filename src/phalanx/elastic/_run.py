@@ -268,7 +268,9 @@ class ElasticRun:
             if self._rebalancing is None
             else max_subtrees(self.micro_batches, self._comm.size),
         )
-        self._reducer = Reducer(self._named, self._comm, options, reduce="sum", tracked=tracked)
+        self._reducer = Reducer(
+            self._named, self._comm, options, reduce="sum", tracked=tracked, keeps_frozen=True
+        )
         self._has_reducer = True
         self._contributions = Contributions(self._comm, self.micro_batches)
         if self._reducer.optimizers:
@@ -786,7 +788,8 @@ class ElasticRun:
     def _compare_with_others(self) -> None:
         """Raise if workers disagree on what the run is; all ranks of a new group call it."""
         self._compare_arguments()
-        verify_parameters(self._named, self._comm, operation="ElasticRun")
+        # Each rank has frozen what its last micro-batch has.
+        verify_parameters(self._named, self._comm, operation="ElasticRun", compares_frozen=False)
         verify_parameters(self._buffers.named(), self._comm, what="buffers", operation="ElasticRun")
 
     def _compare_arguments(self) -> None:

@@ -48,8 +48,9 @@ LEAVE_WINDOW = 1.0
 """Seconds before a worker that leaves is replaced. A scheduler that preempts the whole job may
 signal the ranks before the launcher."""
 START_TIMEOUTS = 10
-"""A process that has not created an `ElasticRun` after this many times `quorum_timeout` is killed,
-and so replaced; before there are members only if the first step waits for it."""
+"""A process that has not created an `ElasticRun` after this many times `quorum_timeout`, or after
+twice the time that the slowest rank took to its first step, is killed, and so replaced. Before
+there are members only if the first step waits for it."""
 FUTILE_RESTARTS = 10
 """Restarts of all ranks in a row, none of which got any further, that end the job."""
 MAX_RANKS = 1024
@@ -190,6 +191,7 @@ class _SupervisedWorker:
     """When to start it, or to kill it if it has not left."""
     started_at: float = 0.0
     reminders: int = 0  # that it has not created its ElasticRun
+    seems_to_hang: bool = False  # and was killed
     max_members: int | None = None  # told when it has asked to join; more workers are spares
     is_member: bool = False  # also while it leaves
     was_member: bool = False
@@ -520,7 +522,9 @@ class ReplaceLost(RestartPolicy):
         rank, words = worker.rank, f"{exit_.result.name} lost: {_how(exit_.result.code)}"
         losses = self._losses.setdefault(rank, _Losses(exit_))
         losses.count += 1
-        if not worker.is_member and not self._is_spare(worker):
+        # One that hangs costs the others nothing: it does not end a run that makes steps.
+        hangs = worker.seems_to_hang and self._is_formed
+        if not worker.is_member and not self._is_spare(worker) and not hangs:
             losses.early.append(exit_)
         self._is_leader_lost |= worker.is_leader
         if len(losses.early) == CRASH_LOOP:
@@ -681,19 +685,26 @@ class ReplaceLost(RestartPolicy):
         """Say which workers have not begun, every minute; kill those that seem to hang."""
         for each in self._without_run():
             if now >= self._next_reminder(each):
-                each.reminders += 1
-                waited = f"{now - each.started_at:.3g} s"
-                self._attempt.show(f"rank {each.rank} has not created an ElasticRun after {waited}")
+                waited = now - each.started_at
+                each.reminders = max(each.reminders + 1, int(waited // self._reminder_interval()))
+                self._attempt.show(
+                    f"rank {each.rank} has not created an ElasticRun after {waited:.3g} s"
+                )
                 self._kill_if_late(each, now)
 
     def _without_run(self) -> list[_SupervisedWorker]:
         return [each for each in self._workers.values() if each.is_without_run]
 
     def _next_reminder(self, worker: _SupervisedWorker) -> float:
-        return worker.started_at + (worker.reminders + 1) * self._quorum_timeout
+        return worker.started_at + (worker.reminders + 1) * self._reminder_interval()
+
+    def _reminder_interval(self) -> float:
+        return max(self._quorum_timeout, self._longest_start)
 
     def _kill_if_late(self, worker: _SupervisedWorker, now: float) -> None:
-        if now - worker.started_at >= START_TIMEOUTS * self._quorum_timeout:
+        deadline = max(START_TIMEOUTS * self._quorum_timeout, 2 * self._longest_start)
+        if now - worker.started_at >= deadline:
+            worker.seems_to_hang = True
             why = "it has not created an ElasticRun"
             self._attempt.show(f"killing rank {worker.rank}: {why}")
             self._attempt.send(worker.rank, signal.SIGKILL)

@@ -75,6 +75,10 @@ class TrainingLog:
         vars(self).update(state)
 
 
+STEPS_PER_FAULT = 30
+"""If fewer than so many steps are left for a fault, they take longer: the machine may be busy."""
+
+
 class Pacer:
     """Makes steps slow until the faults of the run have fired, so that it does not end before.
 
@@ -88,9 +92,11 @@ class Pacer:
         self._log = Path(os.environ.get("PHALANX_FAULT_LOG", ""))
         self._has_faults = bool(entries) and "PHALANX_FAULT_LOG" in os.environ
 
-    def pause(self):
+    def pause(self, remaining):
+        """Wait after a step, of which some remain."""
         if self._seconds and (self._awaited or not self._has_faults):
-            time.sleep(self._seconds)
+            needed = STEPS_PER_FAULT * len(self._awaited) if self._has_faults else 0
+            time.sleep(self._seconds * max(1.0, needed / max(1, remaining)))
         if self._awaited and self._log.is_file():
             events = [json.loads(line) for line in self._log.read_text().splitlines()]
             self._awaited -= {each.get("fired") for each in events}
@@ -142,7 +148,7 @@ def main(options):
             log.evaluations.append(run.evaluate(mean_loss, held_out).hex())
         if options.directory is not None and run.save_every(options.save_every):
             run.save()  # again: replacing a checkpoint has instants of its own
-        pacer.pause()
+        pacer.pause(options.steps - step.number)
 
     faults.reach("user:leader_finished" if run.is_leader else "user:finished")
     found = {

@@ -40,7 +40,7 @@ def train(step):
 
 def wait_for_replacements(run, is_alone):
     if not is_alone and run.world_size < RANKS:
-        time.sleep(0.2)
+        time.sleep(0.5)  # in every step, until they have started: the machine may be busy
 """
 TIMEOUT = 90.0
 
@@ -57,7 +57,7 @@ def outcome_of(tmp_path, body, *faults, ranks=3):
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT,
         check=True,
     )
     outcome = run_elastic(script, ranks=ranks, faults=faults, timeout=TIMEOUT)

@@ -1,7 +1,7 @@
 """Seeds that belong to a place in the run, and the generators that are set from them.
 
 Randomness belongs to (seed, step, loop of the step, micro-batch), never to a rank or a worker:
-whoever runs a micro-batch first sets all global generators from `derive_seed`.
+the rank that runs a micro-batch first sets all global generators from `derive_seed`.
 """
 
 from __future__ import annotations

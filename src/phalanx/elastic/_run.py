@@ -574,7 +574,7 @@ class ElasticRun:
     def _ensure_reducer(self) -> None:
         """Make the reducer of the current group, if there is none; all ranks of a section call it.
 
-        Rank 0 sends which parameters it reduces, and the order of their gradients, so that nobody
+        Rank 0 sends which parameters it reduces, and the order of their gradients, so that no rank
         has to learn it again. In the middle of a loop `requires_grad` may be that of one
         micro-batch, so what the reducer before has reduced is reduced by this one, too.
         """

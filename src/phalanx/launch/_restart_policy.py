@@ -48,9 +48,9 @@ LEAVE_WINDOW = 1.0
 """Seconds before a worker that leaves is replaced. A scheduler that preempts the whole job may
 signal the ranks before the launcher."""
 START_TIMEOUTS = 10
-"""A process that has not created an `ElasticRun` after this many times `quorum_timeout`, or after
-twice the time that the slowest rank took to its first step, is killed, and so replaced. Before
-there are members only if the first step waits for it."""
+"""A process that has not created an `ElasticRun` after this many times `quorum_timeout`, or twice
+the time that the slowest rank took to its first step if that is longer, is killed, and so replaced.
+Before there are members, only if the first step waits for it."""
 FUTILE_RESTARTS = 10
 """Restarts of all ranks in a row, none of which got any further, that end the job."""
 MAX_RANKS = 1024

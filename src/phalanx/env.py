@@ -18,7 +18,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from phalanx.errors import InvalidArgument
+from phalanx.errors import InvalidArgument, InvalidState
 
 __all__ = [
     "ELASTIC_VARIABLE",
@@ -32,6 +32,7 @@ __all__ = [
     "local_ranks",
     "read_elastic_env",
     "read_rank_env",
+    "refuse_in_elastic_run",
     "usable_cores",
 ]
 
@@ -137,6 +138,17 @@ def read_elastic_env(environ: Mapping[str, str] = os.environ) -> ElasticEnv | No
             f"environment variable {ELASTIC_VARIABLE} is for `phalanx run --elastic` to set, got "
             f"{text!r}"
         ) from error
+
+
+def refuse_in_elastic_run(call: str) -> None:
+    """Raise `InvalidState` for a call that forms a group of the launcher's ranks."""
+    if read_elastic_env() is not None:
+        raise InvalidState(
+            f"{call} is not available under `phalanx run --elastic`: a replacement would wait in "
+            "it for ranks that have passed it. ElasticRun forms the groups; instead of collectives "
+            "of your own, use run.evaluate(), step.loss, run.is_leader and run.world_size, or "
+            "start the script without --elastic"
+        )
 
 
 _HARMLESS_VARIABLES = re.compile(

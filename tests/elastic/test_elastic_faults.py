@@ -158,6 +158,32 @@ def test_all_ranks_raise_the_exception_of_one(tmp_path):
     assert all("ValueError: no such sample" in each for each in raised), outcome
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("'gloo'", "init_process_group()"),
+        ("'gloo', store=store, rank=int(RANK), world_size=2", "a process group of 2 ranks"),
+    ],
+)
+def test_a_group_of_the_scripts_own_is_refused(tmp_path, arguments, named):
+    """A replacement would wait in it for ranks that have passed it."""
+    body = f"""
+    import os
+    import torch.distributed as dist
+    RANK = os.environ["RANK"]
+    store = dist.FileStore(__file__ + ".store", 2)
+    dist.init_process_group({arguments})
+    make()
+    """
+    script = tmp_path / "train.py"
+    script.write_text(PROLOGUE + dedent(body))
+    outcome = run_elastic(script, ranks=2, timeout=TIMEOUT)
+    assert outcome.exit_code == 1, outcome
+    message = f"InvalidState: {named} is not available under `phalanx run --elastic`"
+    assert message in outcome.output, outcome
+    assert "use run.evaluate(), step.loss" in outcome.output
+
+
 @pytest.mark.parametrize("end", ["break", "raise SystemExit(0)", "run.close(); raise SystemExit"])
 def test_a_rank_that_ends_early_does_not_keep_the_others_waiting(tmp_path, end):
     """The run needs two ranks and has one; the launcher says so, and ends it."""

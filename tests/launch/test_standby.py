@@ -9,6 +9,8 @@ import zipfile
 
 import pytest
 
+from phalanx.env import ElasticEnv
+
 from .internals import encode_assignment, standby_command
 
 pytestmark = pytest.mark.slow  # every standby imports torch and its compiler
@@ -60,12 +62,12 @@ RAISE = """
 """
 
 
-def as_standby(target, environ, directory):
+def as_standby(target, environ, directory, **variables):
     """Run a target in a standby that becomes rank 1."""
     mine, theirs = socket.socketpair()
     with mine, theirs:
         command = standby_command([sys.executable, *target], theirs.fileno())
-        mine.sendall(encode_assignment(environ, {**environ, "RANK": "1"}))
+        mine.sendall(encode_assignment(environ, {**environ, "RANK": "1", **variables}))
         return run(command, environ, directory, pass_fds=[theirs.fileno()])
 
 
@@ -149,6 +151,24 @@ def test_a_standby_whose_supervisor_is_gone_exits(tmp_path):
         command = standby_command([sys.executable, "missing.py"], theirs.fileno())
         found = run(command, dict(os.environ), tmp_path, pass_fds=[theirs.fileno()])
     assert found == (0, "", "")
+
+
+def test_a_former_standby_refuses_torchs_rendezvous(script, tmp_path):
+    """It has imported torch before it was a worker of an elastic run."""
+    script("import torch.distributed as dist; dist.init_process_group('gloo')", name="train.py")
+    worker = ElasticEnv(
+        worker="1.1",
+        store="127.0.0.1:1",
+        ranks=2,
+        min_ranks=1,
+        has_begun=True,
+        is_initial=False,
+        channel=0,
+    )
+    environ = dict(os.environ)
+    code, _, err = as_standby(["train.py"], environ, tmp_path, **worker.to_variables())
+    assert code == 1
+    assert "init_process_group() is not available under `phalanx run --elastic`" in err
 
 
 def test_an_assignment_has_what_differs():

@@ -49,7 +49,7 @@ from ..ddp._module_inspection import ModuleInventory
 from ..ddp._parameter_consistency import verify_parameters
 from ..ddp._reducer import Reducer
 from ..ddp._summation_tree import LeafBlock, SummationPlan, max_subtrees
-from ..env import ElasticEnv, read_elastic_env
+from ..env import ElasticEnv, read_elastic_env, refuse_in_elastic_run
 from ..errors import (
     GroupError,
     InvalidArgument,
@@ -192,6 +192,7 @@ class ElasticRun:
             _refuse_elastic_group(env)
             self._use_group(self._resolve_group(group))
         else:
+            _refuse_default_group()
             self._use_local_settings()
             _refuse_sharded(self.optimizers)
             self._check_parameters()
@@ -847,6 +848,13 @@ def _refuse_elastic_group(env: ElasticEnv | None) -> None:
             "group= is not allowed under `phalanx run --elastic`: ElasticRun forms a group after "
             "every membership change. Leave out group="
         )
+
+
+def _refuse_default_group() -> None:
+    """Raise for a group that ranks have formed by other means than the launcher's variables."""
+    group = default_group()
+    if group is not None and group.size() > 1:
+        refuse_in_elastic_run(f"a process group of {group.size()} ranks")
 
 
 def _refuse_sharded(optimizers: Sequence[Optimizer]) -> None:

@@ -45,7 +45,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from torch.distributed.rendezvous import rendezvous
 
 from .._formatting import first_line
-from ..env import is_launched, read_elastic_env, read_rank_env
+from ..env import is_launched, read_rank_env, refuse_in_elastic_run
 from ..errors import InvalidArgument, InvalidState, InvalidType, RendezvousError, RendezvousTimeout
 from ._peers import PeerProcess, Roster
 from ._timing import Timing, default_timing
@@ -347,15 +347,6 @@ def open_and_reserve_store(
             timeout = timedelta(seconds=max(until - time.monotonic(), 0.001))
 
 
-def _refuse_in_elastic_run() -> None:
-    if read_elastic_env() is not None:
-        raise InvalidState(
-            "new_group() is not available under `phalanx run --elastic`: a replacement would wait "
-            "in it for ranks that have passed it. Let ElasticRun form the groups (leave out "
-            "group=), or start the script without --elastic"
-        )
-
-
 def open_store(
     where: Store | str | None, *, rank: int | None, size: int | None, timeout: timedelta
 ) -> OpenStore:
@@ -365,7 +356,7 @@ def open_store(
         rank, size = check_rank_and_size(rank, size)
         return OpenStore(clone_connection(where), rank, size, caller_store=where)
     if where is None:
-        _refuse_in_elastic_run()
+        refuse_in_elastic_run("new_group()")
         if rank is None and size is None and not is_launched():
             _warn_no_launcher()
             return OpenStore(HashStore(), 0, 1)

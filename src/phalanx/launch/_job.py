@@ -101,9 +101,8 @@ class Job:
     ) -> dict[str, str]:
         """Return the environment of one rank: what `torchrun` sets on one machine.
 
-        A worker of an elastic run does not get MASTER_ADDR and MASTER_PORT. With them
-        ``init_process_group`` would wait for ranks that are not started together; without them it
-        fails at once.
+        A worker of an elastic run does not get MASTER_ADDR and MASTER_PORT: with them, other
+        libraries would wait for ranks that are not started together.
         """
         world_size = max(self.world_size, rank + 1)
         place: dict[str, object] = {

@@ -6,9 +6,9 @@ SIGKILL at a random time, several times. Workers log what they commit, with the 
 drawn for every round. A job that hangs or ends is a failure and counts as such.
 
 ``phalanx, elastic`` is ``phalanx run --elastic``, and ``phalanx, standby`` the same with
-``--standby``. ``phalanx, restart`` (``--max-restarts``) and
-``torchrun`` restart all workers from a checkpoint that is made every 10 steps. ``torchft`` goes on
-without the lost worker; the time is how long its lighthouse waits for a heartbeat.
+``--standby``. ``phalanx, restart`` (``--max-restarts``) and ``torchrun`` restart all workers from a
+checkpoint that is saved every 10 steps. ``torchft`` goes on without the lost worker; the seconds in
+its name are the heartbeat timeout of its lighthouse.
 
 A step has the same samples everywhere, but not the same work: `ElasticRun` makes a pass for each of
 8 micro-batches, the others one pass per rank. So their steps without faults are not comparable.
@@ -89,7 +89,7 @@ class RecoveryResults:
     """Which systems could not be measured, and why."""
 
     def to_json(self) -> str:
-        """Write it all down."""
+        """Return the results as JSON."""
         return json.dumps({"format": FORMAT, "name": "recovery", **asdict(self)}, indent=1)
 
     @classmethod
@@ -230,7 +230,7 @@ def time_micro_batch(model: str, *, steps: int = 100) -> float:
 
 
 def render(results: RecoveryResults, *, markdown: bool = False) -> str:
-    """Write results down for people."""
+    """Return the tables and notes as text."""
     cases = _group(results.runs)
     times = ["next step", "99%", "worst", "replaced", "99%", "worst", "import"]
     keys = ["ranks", "model", "system"]

@@ -24,6 +24,7 @@ __all__ = [
     "ELASTIC_VARIABLE",
     "ElasticEnv",
     "RankEnv",
+    "changed_variables",
     "find_accelerator",
     "is_drop_in",
     "is_launched",

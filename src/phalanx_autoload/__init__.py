@@ -1,9 +1,9 @@
 """What ``import torch`` loads of phalanx, through the entry point group ``torch.backends``.
 
 torch calls `load` at the end of its own import, in every program, and turns any exception into a
-failed ``import torch``. So this module is outside the package, imports nothing, and lets no error
-out. It registers the backend ``shm``; the package is imported when a group is created, or at once
-if ``PHALANX_DROP_IN`` is set. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns it off.
+failed ``import torch``. So this module is outside the package, imports only the standard library,
+and lets no error out. It registers the backend ``shm``; the package is imported when a group is
+created, or at once if ``PHALANX_DROP_IN`` is set. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns it off.
 
 In a worker of an elastic run, torch's rendezvous by environment variables raises what
 `phalanx.groups.new_group` raises there.
@@ -37,7 +37,7 @@ def load() -> None:
 
 
 def register(registry: object) -> None:
-    """Add the backend to torch's registry, unless it has one of that name."""
+    """Add the backend to torch's registry; in an elastic worker, also refuse torch's rendezvous."""
     names = registry.Backend  # type: ignore[attr-defined]
     if BACKEND not in names.backend_list:
         names.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])

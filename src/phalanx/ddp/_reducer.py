@@ -468,9 +468,9 @@ class Reducer:
         """Set ``.grad`` from sums of micro-batches, instead of a pass that failed.
 
         `nodes` are those that this rank contributes, each with its gradients by the names of
-        parameters: another reducer may have summed them, which had frozen ones, too. `add_up` takes
-        them as flat tensors, or one of any values if there are none, and returns the sum over all
-        ranks. `used`: the parameters that any micro-batch had a gradient for.
+        parameters: another reducer may have summed them, in other buckets. `add_up` takes them as
+        flat tensors, or one of any values if there are none, and returns the sum over all ranks.
+        `used`: the parameters that any micro-batch had a gradient for.
         """
         for bucket in self.buckets:
             if not bucket.members:

@@ -3,12 +3,13 @@
 A contribution is a `LoopRecord` (losses, weights, flags) and the sums of the rank's micro-batches:
 nodes of the step's tree, of gradients and of buffers.
 
-Where ranks share memory, a rank *publishes* its contribution when it has run its micro-batches,
-before it waits for the others. Every rank has a row in one table. The row has the record, so that
-after the gradients are reduced, which all ranks take part in after they have published, the records
-of all can be read without another collective. It also says where in the rank's shared memory its
-sums are. If the rank dies, they outlive it: the survivors read them and need not run its
-micro-batches again.
+Where ranks share memory, every rank has a row in one table. It writes its record there before the
+gradients are reduced. All ranks take part in that, so afterwards each can read the records of all
+without another collective.
+
+In a run that may lose ranks, a rank also *publishes* its sums before it waits for the others: its
+row says where in its shared memory they are. If the rank dies, they outlive it: the survivors read
+them and need not run its micro-batches again.
 
 The mark of a row is the section whose contribution is complete, or 0. It is read only after the
 death of the rank, which orders it behind all that the rank has stored before it, and the rest of
@@ -45,8 +46,10 @@ from ..groups._store import from_json, to_json
 from ._buffers import StagedBuffers
 
 LINE_WORDS = 8  # of 8 bytes: rows of different ranks are in different cache lines
-MARK, TEXT_OFFSET, TEXT_LENGTH, TURN, RECORDS = range(5)  # words of a row; two records follow
-MAX_TEXTS = 8
+MARK, DESCRIPTION_OFFSET, DESCRIPTION_LENGTH, RECORD_INDEX, RECORDS = range(
+    5
+)  # words of a row; two records follow
+MAX_DESCRIPTIONS = 8
 DYING_TIMEOUT = 1.0
 """Seconds to wait for the end of a rank that is a zombie and had published. Freeing a gigabyte
 takes some 100 ms. If it takes longer than this, the micro-batches are run again."""
@@ -102,7 +105,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class PublishedSums:
-    """Where the sums of a rank are, and what they are sums of; sent as JSON."""
+    """Where the sums of a rank are, and what they are sums of; stored as JSON."""
 
     nodes: list[Node]
     parameters: list[str]
@@ -146,14 +149,14 @@ class Contributions:
         # A rank may write its next record while others read this one. None can be two ahead: every
         # loop has a reduction that all ranks take part in, between `write_record` and `exchange`.
         self._records = [slice(RECORDS + i * length, RECORDS + (i + 1) * length) for i in (0, 1)]
-        self._turn = 0
+        self._record_index = 0
         # One memory. Single words of it are accessed without torch, which takes a microsecond each.
         self._table = torch.empty(0)
         self._words: list[ctypes.Array[ctypes.c_int64]] = []
         self._numbers: list[ctypes.Array[ctypes.c_double]] = []
         self._memory = comm.shared_memory if comm.size > 1 else None
         """The shared memory of this group; None if it has none."""
-        self._texts: dict[object, Tensor] = {}
+        self._descriptions: dict[object, Tensor] = {}
         """A `PublishedSums` of this rank for each set of tensors that it has published."""
         self._used = torch.empty(0, dtype=torch.uint8)
         self._used_indices: set[int] = set()  # what `_used` says
@@ -182,13 +185,13 @@ class Contributions:
             self._words[self._comm.rank][MARK] = 0
 
     def exchange(self, mine: LoopRecord, plan: SummationPlan) -> list[LoopRecord]:
-        """Return the records of all ranks, which all have published and reduced the gradients."""
+        """Return the records of all ranks; call it after the gradients are reduced."""
         comm, lengths = self._comm, [len(block) for block in plan.blocks]
         if comm.size == 1:
             return [mine]
         if self._memory is not None:
-            longest, turn = self._micro_batches, self._records[self._turn]
-            rows = [row[turn] for row in self._numbers]
+            longest, place = self._micro_batches, self._records[self._record_index]
+            rows = [row[place] for row in self._numbers]
         else:
             longest = max(lengths)
             row = mine.pack(longest)
@@ -213,9 +216,9 @@ class Contributions:
         reduced. With two records per row, a rank may be one loop ahead of its readers, not two.
         """
         if self._memory is not None:
-            self._turn = 1 - self._turn
+            self._record_index = 1 - self._record_index
             row = self._numbers[self._comm.rank]
-            row[self._records[self._turn]] = [*mine.pack(self._micro_batches)]
+            row[self._records[self._record_index]] = [*mine.pack(self._micro_batches)]
 
     def publish(
         self,
@@ -237,7 +240,7 @@ class Contributions:
         # New buckets may be at the address of old ones, with other members.
         if self._first_bucket() is not reducer.buckets[0]:
             self._first_bucket = weakref.ref(reducer.buckets[0])
-            self._texts.clear()
+            self._descriptions.clear()
             self._used = self._allocate(len(reducer.names)).zero_()
             self._used_indices = set()
         try:
@@ -248,9 +251,9 @@ class Contributions:
             self._used_indices = set(used)
             self._used.zero_()[sorted(used)] = 1
         row = self._words[self._comm.rank]
-        row[TEXT_OFFSET] = self._memory.offset_of(text)
-        row[TEXT_LENGTH] = len(text)
-        row[TURN] = self._turn
+        row[DESCRIPTION_OFFSET] = self._memory.offset_of(text)
+        row[DESCRIPTION_LENGTH] = len(text)
+        row[RECORD_INDEX] = self._record_index
         row[MARK] = section
 
     def _describe(self, reducer: Reducer, nodes: list[Node], buffers: StagedBuffers) -> Tensor:
@@ -258,7 +261,7 @@ class Contributions:
         tensors = [*buffers.means, *([] if buffers.firsts is None else [buffers.firsts])]
         addresses = [(each.data_ptr(), each.shape, each.dtype) for each in tensors]
         key = tuple(nodes), tuple(addresses), buffers.has_first
-        if key not in self._texts:
+        if key not in self._descriptions:
             sums = PublishedSums(
                 nodes,
                 reducer.names,
@@ -273,11 +276,11 @@ class Contributions:
             )
             data = bytearray(to_json(sums).encode())
             text = self._allocate(len(data)).copy_(torch.frombuffer(data, dtype=torch.uint8))
-            self._place(text)
-            if len(self._texts) == MAX_TEXTS:
-                self._texts.clear()
-            self._texts[key] = text
-        return self._texts[key]
+            self._place(text)  # raises if other ranks could not read it
+            if len(self._descriptions) == MAX_DESCRIPTIONS:
+                self._descriptions.clear()
+            self._descriptions[key] = text
+        return self._descriptions[key]
 
     def _allocate(self, count: int) -> Tensor:
         return self._comm.allocate(count, torch.uint8, torch.device("cpu"), warns=False)
@@ -309,7 +312,7 @@ class Contributions:
 
     def _read(self, rank: int, parameters: Mapping[str, Parameter]) -> Contribution:
         assert self._memory is not None
-        offset, length, turn = self._words[rank][TEXT_OFFSET : TURN + 1]
+        offset, length, index = self._words[rank][DESCRIPTION_OFFSET : RECORD_INDEX + 1]
         text = self._memory.map_peer(rank, offset, length)
         sums = from_json(bytes(text.tolist()), PublishedSums)
         gradients: dict[Node, dict[str, Tensor]] = {node: {} for node in sums.nodes}
@@ -326,7 +329,7 @@ class Contributions:
             sums.has_first,
         )
         count, longest = sum(hi - lo for lo, hi in sums.nodes), self._micro_batches
-        record = LoopRecord.unpack(self._numbers[rank][self._records[turn]], count, longest)
+        record = LoopRecord.unpack(self._numbers[rank][self._records[index]], count, longest)
         is_used = self._map(rank, sums.used).tolist()
         used = {name for name, flag in zip(sums.parameters, is_used, strict=True) if flag}
         return Contribution(rank, record, used, gradients, buffers)

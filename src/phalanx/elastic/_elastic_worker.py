@@ -86,7 +86,10 @@ class SupervisorChannel:
             self._socket.send(json.dumps(fields).encode() + b"\n")
 
     def tell_progress(self, step: int) -> None:
-        """Tell how far the run is, if this worker is the leader."""
+        """Tell how far the run is, if this worker is the leader and has not just done so.
+
+        Messages may be lost, so they must not tell only what is new.
+        """
         now = time.monotonic()
         if self.is_leader and now >= self._reported + PROGRESS_INTERVAL:
             self._reported = now
@@ -230,10 +233,14 @@ class ElasticWorker:
                     raise SystemExit(PREEMPTED_EXIT_CODE) from None
                 _log.info("the run is complete; this worker exits without joining")
                 raise SystemExit(0) from None
-            self._begin(run, plan)
+            self._begin_generation(run, plan)
 
-    def _begin(self, run: ElasticRun, plan: Plan) -> None:
-        """Begin a generation in which some members may lack the state of the run."""
+    def _begin_generation(self, run: ElasticRun, plan: Plan) -> None:
+        """Give the state of the run to the new members of a plan, whose group has formed.
+
+        Only between two loops: the state has no sums of micro-batches, and all that have it must
+        have the same.
+        """
         generations = self._generations
         had_state = self.is_member
         new = [each for each in plan.members if each.number not in plan.sources]
@@ -242,16 +249,14 @@ class ElasticWorker:
             assert group is not None
             run._attach(group)
             run._compare_with_others()
-            # Rank 0 has the state: a plan lists its sources first.
+            # Rank 0 has the state: a plan lists its sources first. A worker that bootstraps is one,
+            # without having been a member.
             if run._comm.rank == 0:
                 if new:
                     run._send_state()
-            # One that bootstraps has the state (plan.sources) without having been a member.
-            elif not had_state and generations.member.number not in plan.sources:
+            elif generations.member.number not in plan.sources:
                 run._receive_state()
-            # Members take part in the broadcast and discard the result; it costs them one copy of
-            # the state.
-            elif new:
+            elif new:  # take part in the broadcast and discard the result; it costs a copy
                 receive_state(run._comm)
             self.is_member = True
             run._comm.barrier()
@@ -325,7 +330,7 @@ class ElasticWorker:
         if plan is None or generations.group is group:
             return
         staying = {each.number for each in plan.members}
-        self._begin(run, plan)
+        self._begin_generation(run, plan)
         gone = [each for each in before if each.number not in staying]
         left = generations.find_leaving(gone)
         self._announce(run, "left", left)

@@ -19,14 +19,20 @@ section by themselves, so a section that any rank has committed is committed. Ra
 are in the same section; one that is a section behind finds out from ``committed/<n>`` and
 first catches up.
 
-The store is the launcher's. Between changes only one thread per worker uses it, polling the
-request counter every 50 ms. Its keys, where ``<n>`` is the number of a request to join and ``*``
-marks a key whose first value stays (compare-and-set):
+Requests to join or leave are counted in ``changes``. A worker *knows* of as many as its watcher has
+read. Members *agree* on the greatest number that any of them knew of in the last loop
+(`RunState.agreed_requests`). A plan has *handled* as many as its author had agreed on; a change is
+due when members have agreed on more.
+
+The store is the launcher's. In steps without a change or a loss, only one thread per worker uses
+it, polling the request counter every 50 ms. Its keys, where ``<n>`` is the number of a request to
+join and ``*`` marks a key whose first value stays (compare-and-set):
 
 =================================  ==============================================================
 ``request/<n>`` *                  a worker that asks to join; read by the author of a plan
 ``withdrawn/<n>``                  worker n, which became a member without the state; read by all
-``leaving/<n>``                    worker n, which was told to leave; read by the author of a plan
+``leaving/<n>``                    worker n, which was told to leave; read by the author of a plan,
+                                   and by members to tell it from a lost one
 ``changes``                        counter of requests to join or leave; polled by all members
 ``invitation/<n>``                 the id of a plan, from its author to worker n
 ``plan/<id>``                      a plan, from all that know it; read by those it invites
@@ -37,7 +43,8 @@ marks a key whose first value stays (compare-and-set):
 ``planning/<section>/<n>``         member n waits for that plan; one that does not may be fenced
 ``regrouping/<section>/<n>``       survivor n regroups; one that does not may be fenced
 ``committed/<n>``                  the last section that member n has committed, written when it
-                                   regroups, plans a change or finishes; read by survivors
+                                   regroups, plans a change, ends an evaluation between steps, or
+                                   finishes; read by survivors
 ``generation``                     the current members, from all of them; read by joining workers
 ``bootstrap/<generation>/<try>`` * a plan for workers without members, from the first of them
 ``.../<try>/counted`` *            who counts an abandoned try in the counter ``.../abandoned``
@@ -51,8 +58,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import signal
 import threading
 import time
 import uuid
@@ -205,8 +210,8 @@ class Generations:
         self.number = 0
         """How many generations the run has had.
 
-        A rank whose group formed counts one that failed to form on another rank. That is harmless:
-        workers that bootstrap a generation take the number from the store.
+        Ranks may count differently: one whose group formed counts a generation that another failed
+        to form. That is harmless: workers that bootstrap one take the number from the store.
         """
         self._join_requests = 0
         """How many requests to join the last plan has considered."""
@@ -459,7 +464,7 @@ class Generations:
             time.sleep(self._timing.poll_interval)
 
     def _note_considered(self, plan: Plan) -> None:
-        """Note what a plan has considered."""
+        """Remember up to which request a plan has gone, and who waits."""
         self._join_requests, self.handled_requests = plan.join_requests, plan.handled_requests
         self._waiting = list(plan.waiting)
 
@@ -594,7 +599,7 @@ class Generations:
             if each.number == self.member.number:
                 continue
             _log.warning("rank %d (worker %s) %s; killing it", each.global_rank, each.worker, why)
-            _kill(each.process)
+            each.process.kill()
         deadline = time.monotonic() + self._timeout
         while any(not each.process.is_dead for each in members if each != self.member):
             if time.monotonic() >= deadline:  # blocked in the kernel
@@ -724,16 +729,6 @@ class Generations:
     def close(self) -> None:
         """Stop watching for requests."""
         self._watch_stop.set()
-
-
-def _kill(process: PeerProcess) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        descriptor = os.pidfd_open(process.pid)
-        try:
-            if process.has_its_pid():  # checked after the open: a pid may have been reused before
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        finally:
-            os.close(descriptor)
 
 
 def drop_frames(error: BaseException | None) -> None:

@@ -409,7 +409,7 @@ class MicroBatchLoop:
         return None
 
     def _finish(self) -> None:
-        """Combine what all ranks have run, if none was lost."""
+        """Combine what all ranks have run, if none was lost, and commit the loop."""
         run, contributions = self._run, self._run._contributions
         if contributions is None:
             self.fail(
@@ -548,9 +548,10 @@ class MicroBatchLoop:
     def _hold(self, fold: GradientFold, *, clones: bool) -> None:
         """Keep the sums of micro-batches that this rank has run.
 
-        Redone folds share the reducer's input slots, so the next range would overwrite them: copy.
-        The first fold's slots belong to the old reducer, which nothing writes to any more. Views of
-        them also keep what this rank has published there, in case that it is lost too.
+        Folds of redone micro-batches share the reducer's input slots, so the next range would
+        overwrite them: they are copied. The slots of the first fold belong to the old reducer,
+        which nothing writes to any more. Views suffice, and keep what this rank has published
+        there, in case it is lost too.
         """
         reducer = self._run._reducer
         self._used |= {reducer.names[i] for i in fold.used}
@@ -590,7 +591,7 @@ class MicroBatchLoop:
                 error = caught
 
     def _adopt(self, contributions: Contributions) -> None:
-        """Hold what lost ranks had published. All survivors do, and the first of them uses it."""
+        """Hold what lost ranks had published. All survivors do; the first one contributes it."""
         run = self._run
         for each in contributions.of_dead_ranks(run._run_state.section, dict(run._named)):
             if each.rank in self._adopted:
@@ -640,7 +641,7 @@ class MicroBatchLoop:
         return Cover(held, run.micro_batches)
 
     def _sum_held(self, cover: Cover) -> None:
-        """Sum the gradients and buffers of all ranks."""
+        """Sum the gradients and buffers of all ranks, and commit the loop."""
         run, records = self._run, self._records
         self._check_signatures({found for each in records for found in each["signatures"]})
         results = {number: pair for each in records for number, pair in each["results"]}

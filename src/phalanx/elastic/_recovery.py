@@ -78,7 +78,7 @@ class Cover:
 def node_gradients(node: FoldedNode, reducer: Reducer, *, clones: bool) -> dict[str, Tensor]:
     """Return the gradients of a node by the names of parameters, as views or as copies.
 
-    By name: after a regroup the reducer may have fewer parameters, if some were frozen.
+    By name: the reducer of the next group may have other buckets, and more parameters.
     """
     return {
         reducer.names[i]: view.clone() if clones else view

@@ -10,10 +10,8 @@ while the run goes on. Workers are interchangeable: the others run the micro-bat
 with the same bits. The constructor, `loader` and `restore` do not wait for other
 workers there. The first step does: a worker joins the others and gets their state.
 
-The parts: `_micro_batches` has the loop, `_loader` the data, `_randomness` the generators,
-`_buffers` the buffers, `_run_state` what is saved and what workers that join get; `_generations`
-has the members of an elastic run, `_recovery` a step after a rank was lost. Gradients take the path
-of `phalanx.ddp`: its reducer, its buckets.
+``docs/design.md`` lists the modules and the paths through them. Gradients take the path of
+`phalanx.ddp`: its reducer, its buckets.
 """
 
 from __future__ import annotations
@@ -465,8 +463,8 @@ class ElasticRun:
         mode and gradients disabled, and returns the mean over its samples: a number, a tensor, or a
         dict of these, of the same shapes for every batch. Every sample counts once. The result has
         the same bits at every world size, and is a float, a float64 tensor, or a dict of these.
-        Every rank calls it. A worker that joins an elastic run later gets, between calls of
-        `steps`, the results that the others got there.
+        Every rank calls it. A worker that joins an elastic run later does not run the evaluations
+        that the others made between calls of `steps`: it gets their results.
         """
         self._check_between_loops("run.evaluate()")
         if self._worker is None or self._current_step is not None:
@@ -563,9 +561,10 @@ class ElasticRun:
         self._divide_equally()
         self._buffers.attach(self._comm, self._plan)
         trainable = json.loads(self._comm.exchange(json.dumps(self._trainable()))[0])
-        for name, parameter in () if self._is_member else self._named:
-            if parameter.requires_grad != (name in trainable):
-                parameter.requires_grad_(name in trainable)
+        if not self._is_member:
+            for name, parameter in self._named:
+                if parameter.requires_grad != (name in trainable):
+                    parameter.requires_grad_(name in trainable)
         for loader in self.loaders:
             loader._set_block(self._plan.block.lo, self._plan.block.hi)
 

@@ -8,6 +8,7 @@ time is never reused. A process of which nothing can be known counts as alive.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,6 +52,18 @@ class PeerProcess:
     def has_its_pid(self) -> bool:
         """Whether the pid on this machine is still this process's; raises if unreadable."""
         return _process_status(self.pid)[0] == self.started
+
+    def kill(self) -> None:
+        """Kill the process, if it is on this machine and of this user."""
+        if not self.is_on_this_machine:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                if self.has_its_pid():  # checked after the open: a pid may have been reused before
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            finally:
+                os.close(descriptor)
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"

@@ -32,7 +32,7 @@ class ChildProcess:
     process: subprocess.Popen[bytes]
     reports: ErrorReportFilter
     channel: WorkerChannel | None = None
-    """From the worker of an elastic run."""
+    """To the worker of an elastic run."""
 
     @property
     def has_exited(self) -> bool:  # processes that it started may still run

@@ -47,7 +47,7 @@ START_RETRY_INTERVAL = 10.0
 LEAVE_WINDOW = 1.0
 """Seconds before a worker that leaves is replaced. A scheduler that preempts the whole job may
 signal the ranks before the launcher."""
-START_TIMEOUTS = 10
+START_TIMEOUT_FACTOR = 10
 """A process that has not created an `ElasticRun` after this many times `quorum_timeout`, or twice
 the time that the slowest rank took to its first step if that is longer, is killed, and so replaced.
 Before there are members, only if the first step waits for it."""
@@ -66,8 +66,8 @@ class AttemptControl(Protocol):
     def prepare_standby(self) -> None:
         """Start a process that becomes the next rank to be started, unless there is one.
 
-        Called at every message of a worker, so it must be cheap; only then is the death of a
-        standby noticed.
+        Called at every message of a worker, so it must be cheap. A standby that has died is
+        replaced then.
         """
 
     def send(self, rank: int, number: int) -> None:
@@ -127,9 +127,10 @@ class RestartPolicy(ABC):
         *,
         is_orderly: bool,  # noqa: ARG002
     ) -> bool:
-        """Handle the exit of a rank; return whether the run goes on without it.
+        """Handle the exit of a rank; return whether that is all.
 
-        Otherwise the exit is part of the outcome.
+        Otherwise the supervisor adds the exit to the outcome and, if it is a failure, stops the
+        others.
         """
         return False
 
@@ -190,7 +191,7 @@ class _SupervisedWorker:
     due: float | None = None
     """When to start it, or to kill it if it has not left."""
     started_at: float = 0.0
-    reminders: int = 0  # that it has not created its ElasticRun
+    warnings: int = 0  # that it has not created its ElasticRun
     seems_to_hang: bool = False  # and was killed
     max_members: int | None = None  # told when it has asked to join; more workers are spares
     is_member: bool = False  # also while it leaves
@@ -273,7 +274,7 @@ class ReplaceLost(RestartPolicy):
         self._is_short = False  # the members have said that they wait for others
         self._finished = 0  # workers that exited with 0 and had not been asked to leave
         self._waiting_since: float | None = None  # for workers without an ElasticRun
-        self._reminders = 0
+        self._warnings = 0
         self._has_leader_finished = False
         self._is_leader_lost = False  # and no other has taken over
         self._ended_early: RecordedExit | None = None  # with 0, before there was a member
@@ -625,9 +626,9 @@ class ReplaceLost(RestartPolicy):
         if self._without_quorum_since is not None:
             dues.append(self._without_quorum_since + self._quorum_deadline())
         if self._waiting_since is not None and not self._is_formed:
-            dues.append(self._waiting_since + (self._reminders + 1) * self._quorum_timeout)
+            dues.append(self._waiting_since + (self._warnings + 1) * self._quorum_timeout)
         if self._is_formed:
-            dues += map(self._next_reminder, self._without_run())
+            dues += map(self._next_warning, self._without_run())
         return min(dues, default=None)
 
     def _quorum_deadline(self) -> float:
@@ -646,9 +647,9 @@ class ReplaceLost(RestartPolicy):
             else:
                 self._start(worker, now)
         if self._is_formed:
-            self._remind_of_replacements(now)
+            self._warn_of_late_replacements(now)
         elif self._waiting_since is not None:
-            self._remind(now, now - self._waiting_since)
+            self._warn_of_missing_ranks(now, now - self._waiting_since)
         since, deadline = self._without_quorum_since, self._quorum_deadline()
         if since is not None and now >= since + deadline:
             self._without_quorum_since = None
@@ -667,11 +668,11 @@ class ReplaceLost(RestartPolicy):
         if not starting and self._last_exit is not None:
             self._fail(reason)
 
-    def _remind(self, now: float, waited: float) -> None:
-        """Say which ranks the first step waits for, every minute; kill those that seem to hang."""
-        if waited < (self._reminders + 1) * self._quorum_timeout:
+    def _warn_of_missing_ranks(self, now: float, waited: float) -> None:
+        """Say which ranks the first step waits for; kill those that seem to hang."""
+        if waited < (self._warnings + 1) * self._quorum_timeout:
             return
-        self._reminders += 1
+        self._warnings += 1
         missing = [each for each in self._workers.values() if each.max_members is None]
         if not missing:
             return  # the members are forming their group
@@ -681,12 +682,12 @@ class ReplaceLost(RestartPolicy):
         for each in self._without_run():
             self._kill_if_late(each, now)
 
-    def _remind_of_replacements(self, now: float) -> None:
-        """Say which workers have not begun, every minute; kill those that seem to hang."""
+    def _warn_of_late_replacements(self, now: float) -> None:
+        """Say which workers have not begun; kill those that seem to hang."""
         for each in self._without_run():
-            if now >= self._next_reminder(each):
+            if now >= self._next_warning(each):
                 waited = now - each.started_at
-                each.reminders = max(each.reminders + 1, int(waited // self._reminder_interval()))
+                each.warnings = max(each.warnings + 1, int(waited // self._warning_interval()))
                 self._attempt.show(
                     f"rank {each.rank} has not created an ElasticRun after {waited:.3g} s"
                 )
@@ -695,14 +696,14 @@ class ReplaceLost(RestartPolicy):
     def _without_run(self) -> list[_SupervisedWorker]:
         return [each for each in self._workers.values() if each.is_without_run]
 
-    def _next_reminder(self, worker: _SupervisedWorker) -> float:
-        return worker.started_at + (worker.reminders + 1) * self._reminder_interval()
+    def _next_warning(self, worker: _SupervisedWorker) -> float:
+        return worker.started_at + (worker.warnings + 1) * self._warning_interval()
 
-    def _reminder_interval(self) -> float:
+    def _warning_interval(self) -> float:
         return max(self._quorum_timeout, self._longest_start)
 
     def _kill_if_late(self, worker: _SupervisedWorker, now: float) -> None:
-        deadline = max(START_TIMEOUTS * self._quorum_timeout, 2 * self._longest_start)
+        deadline = max(START_TIMEOUT_FACTOR * self._quorum_timeout, 2 * self._longest_start)
         if now - worker.started_at >= deadline:
             worker.seems_to_hang = True
             why = "it has not created an ElasticRun"

@@ -65,9 +65,8 @@ def main() -> None:
     for each in PRELOADED:
         import_module(each)
     os.environ.update(_await_assignment(int(descriptor)))
-    import_module(
-        "phalanx_autoload"
-    ).refuse_rendezvous()  # torch was imported without PHALANX_ELASTIC
+    # torch was imported without PHALANX_ELASTIC, so its entry point has not done this.
+    import_module("phalanx_autoload").refuse_rendezvous()
     if os.environ["RANK"] != "0":  # only rank 0 has the terminal
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

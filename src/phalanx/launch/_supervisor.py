@@ -13,7 +13,8 @@ client a request. The supervisor handles one event at a time, under a deadline i
   seconds.
 
 A restart policy decides which ranks run. In an elastic run it may also do without a rank that
-died: what that rank left behind is killed, and a replacement started in the same attempt.
+died: what that rank left behind is killed, and a replacement started in the same attempt. A standby
+is a process that waits to become a rank; it is no child of the attempt before.
 
 Each rank leads a session of its own. So Ctrl-C at the terminal reaches only the launcher, and
 whatever a rank starts is found by its process group. If the launcher itself is killed, the
@@ -302,7 +303,7 @@ def _orphan_guard_process(*, grace: float, mark: str) -> Iterator[IO[bytes]]:
 class _Attempt:
     """One attempt: all ranks are started together, watched, and stopped together.
 
-    In an elastic run the policy may also lose and start ranks meanwhile.
+    In an elastic run the policy may also go on without a rank, and start others.
     """
 
     def __init__(
@@ -622,12 +623,12 @@ class _Attempt:
             is_orderly = child.channel.has_ended or child.channel.is_silent
             child.channel.shut_down()
         now = time.monotonic()
-        is_survived = rank is not None and self._policy.on_exit(exit_, now, is_orderly=is_orderly)
+        is_handled = rank is not None and self._policy.on_exit(exit_, now, is_orderly=is_orderly)
         orphans = with_orphans([child])
         if not orphans:
             # The group is empty, so the kernel may reuse its id.
             self._tell_guard(f"-{child.process.pid}")
-        if is_survived:
+        if is_handled:
             self._children.remove(child)
             self._orphaned |= dict.fromkeys(orphans, now + self._timing.orphan_grace)
         elif rank is not None or not was_terminated:

@@ -30,10 +30,10 @@ class WorkerMessage:
 
     event: str
     """``created``: it has an `ElasticRun`; ``ready``: it has asked to join; ``member``;
-    ``progress``; ``leaving``: it was told to, and does so after its step; ``left``; ``saved``: all
-    leave, and there is nothing more to save; ``finished``: it has completed all steps;
-    ``continuing``: with more of them; ``short``: the next step waits for the minimum of members;
-    ``ended``: its interpreter ends. Others are ignored."""
+    ``progress``: from the leader, now and then; ``leaving``: it was told to, and does so after its
+    step; ``left``; ``saved``: all leave, and there is nothing more to save; ``finished``: it has
+    completed all steps; ``continuing``: with more of them; ``short``: the next step waits for the
+    minimum of members; ``ended``: its interpreter ends. Others are ignored."""
     step: int | None = None
     max_members: int | None = None
     """With ``ready``: how many workers can be members at most."""

@@ -3,8 +3,8 @@
 An action is a name and at most one number, so it also has a text, such as ``stop:0.5``: faults are
 sent to launched workers and written to traces in this form, and nothing has to be unpickled.
 
-Most actions are carried out by the process that they affect, at a fault point. `EXTERNAL` lists
-those that another process can carry out; two of these only so.
+`ACTIONS` describes them. Most are carried out by the process that they affect, at a fault point;
+some can be injected from outside, two of these only so.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..errors import InvalidArgument
-
-EXTERNAL = ("kill", "stop", "segfault", "store_unreachable", "kill_supervisor")
-"""What can be done to a process from outside."""
 
 
 def _kill_self(signum: int) -> None:
@@ -60,16 +57,6 @@ def _hold_gil(seconds: float) -> None:
         sleep(min(int(left * 1e6) + 1, 1_000_000))  # what POSIX allows at once
 
 
-_IN_PROCESS: dict[str, Callable[[Any], None]] = {
-    "kill": _kill_self,
-    "stop": _stop_self,
-    "delay": time.sleep,
-    "segfault": _read_address_0,
-    "exit_abruptly": os._exit,
-    "hold_gil": _hold_gil,
-}
-
-
 def _is_nothing(value: float | None) -> bool:
     return value is None
 
@@ -90,31 +77,55 @@ def _is_exit_code(value: float | None) -> bool:
     return value in range(256)
 
 
-class _Argument(NamedTuple):
-    """The argument of an action."""
+class _Kind(NamedTuple):
+    """What is known of the actions of one name."""
 
     accepts: Callable[[float | None], bool]
-    description: str
+    """Whether a value is an argument of it."""
+    expected: str
+    """What it accepts, in words."""
+    act: Callable[[Any], None] | None
+    """Affects the calling process; None if only another process can carry it out."""
     default: float | None = None
+    is_external: bool = False
+    """Whether another process can carry it out, as a failure of a `FaultPlan`."""
+    is_fatal: bool = False
+    """Whether a rank does not survive it. A rank also does not survive a stop for ever."""
+    is_integral: bool = False
 
 
-_NO_ARGUMENT = _Argument(_is_nothing, "no argument")
-_SECONDS = _Argument(_is_duration, "a finite number of seconds, at least 0")
-_ARGUMENTS = {
-    "kill": _Argument(
-        _is_signal, f"the number of a signal, from 1 to {int(signal.SIGRTMAX)}", int(signal.SIGKILL)
+_NOTHING = (_is_nothing, "no argument")
+_SECONDS = (_is_duration, "a finite number of seconds, at least 0")
+ACTIONS = {
+    "kill": _Kind(
+        _is_signal,
+        f"the number of a signal, from 1 to {int(signal.SIGRTMAX)}",
+        _kill_self,
+        default=int(signal.SIGKILL),
+        is_external=True,
+        is_fatal=True,
+        is_integral=True,
     ),
-    "stop": _Argument(
-        _is_duration_or_nothing, "a finite number of seconds, at least 0, or no argument"
+    "stop": _Kind(
+        _is_duration_or_nothing,
+        "a finite number of seconds, at least 0, or no argument",
+        _stop_self,
+        is_external=True,
     ),
-    "delay": _SECONDS,
-    "segfault": _NO_ARGUMENT,
-    "exit_abruptly": _Argument(_is_exit_code, "an exit code from 0 to 255", 137),
-    "hold_gil": _SECONDS,
-    "store_unreachable": _SECONDS,
-    "kill_supervisor": _NO_ARGUMENT,
+    "delay": _Kind(*_SECONDS, time.sleep),
+    "segfault": _Kind(*_NOTHING, _read_address_0, is_external=True, is_fatal=True),
+    "exit_abruptly": _Kind(
+        _is_exit_code,
+        "an exit code from 0 to 255",
+        os._exit,
+        default=137,
+        is_fatal=True,
+        is_integral=True,
+    ),
+    "hold_gil": _Kind(*_SECONDS, _hold_gil),
+    "store_unreachable": _Kind(*_SECONDS, None, is_external=True),
+    "kill_supervisor": _Kind(*_NOTHING, None, is_external=True),
 }
-_INTEGRAL = ("kill", "exit_abruptly")
 
 
 @dataclass(frozen=True)
@@ -125,23 +136,23 @@ class Action:
     argument: float | None = None
 
     def __post_init__(self) -> None:
-        expected = _argument_of(self.name)
-        if not expected.accepts(self.argument):
-            raise InvalidArgument(f"{self.name} needs {expected.description}, got {self.argument}")
-        if self.name in _INTEGRAL:  # given as a Signals or as 15.0, say
+        kind = _kind_of(self.name)
+        if not kind.accepts(self.argument):
+            raise InvalidArgument(f"{self.name} needs {kind.expected}, got {self.argument}")
+        if kind.is_integral:  # given as a Signals or as 15.0, say
             assert self.argument is not None
             object.__setattr__(self, "argument", int(self.argument))
 
     @property
     def is_fatal(self) -> bool:
         """Whether the rank does not survive it."""
-        if self.name == "stop":
-            return self.argument is None
-        return self.name in ("kill", "segfault", "exit_abruptly")
+        return ACTIONS[self.name].is_fatal or (self.name == "stop" and self.argument is None)
 
     def __call__(self) -> None:
         """Act on the calling rank."""
-        _IN_PROCESS[self.name](self.argument)
+        act = ACTIONS[self.name].act
+        assert act is not None, f"{self} cannot be carried out by a rank"
+        act(self.argument)
 
     def __str__(self) -> str:
         return self.name if self.argument is None else f"{self.name}:{self.argument}"
@@ -150,20 +161,18 @@ class Action:
     def parse(cls, text: str) -> Action:
         """Return the action of a text such as ``kill``, ``kill:15`` or ``stop:0.5``."""
         name, _, argument = text.strip().partition(":")
-        expected = _argument_of(name)
+        kind = _kind_of(name)
         try:
-            value = _number(argument) if argument else expected.default
+            value = _number(argument) if argument else kind.default
         except ValueError as error:
-            raise InvalidArgument(f"{name} needs {expected.description}, got {argument}") from error
+            raise InvalidArgument(f"{name} needs {kind.expected}, got {argument}") from error
         return cls(name, value)
 
 
-def _argument_of(name: str) -> _Argument:
-    if name not in _ARGUMENTS:
-        raise InvalidArgument(
-            f"there is no action {name!r}; the actions are {', '.join(_ARGUMENTS)}"
-        )
-    return _ARGUMENTS[name]
+def _kind_of(name: str) -> _Kind:
+    if name not in ACTIONS:
+        raise InvalidArgument(f"there is no action {name!r}; the actions are {', '.join(ACTIONS)}")
+    return ACTIONS[name]
 
 
 def _number(text: str) -> float:
@@ -225,7 +234,7 @@ class Fault:
     rank: int | None = None
     """The affected rank, as the launcher numbers ranks; all ranks by default."""
     nth: int = 1
-    """Counted per process from the start of the run."""
+    """Counted per process, from when the fault is armed."""
     optional: bool = False
     """Whether it is fine if the point is never reached."""
     incarnation: int | None = 0
@@ -241,7 +250,7 @@ class Fault:
     def __post_init__(self) -> None:
         if self.nth < 1:
             raise InvalidArgument(f"nth must be at least 1, got {self.nth}")
-        if self.action.name not in _IN_PROCESS:
+        if ACTIONS[self.action.name].act is None:
             raise InvalidArgument(
                 f"{self.action.name} is not an action of a rank: use it in a FaultPlan"
             )

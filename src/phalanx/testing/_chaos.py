@@ -257,9 +257,8 @@ def _socket_address(path: Path) -> Iterator[str]:
 class _Injector:
     """Injects the failures of a plan into the processes of a run.
 
-    A supervisor gives up on a rank that repeatedly fails before it is a member, and rightly so. So
-    after one that was killed while it started, the workers of its rank are spared until one is a
-    member.
+    A supervisor ends a run if a rank is lost several times before it is a member. So after a worker
+    was killed while it started, the workers of its rank are spared until one is a member.
     """
 
     def __init__(

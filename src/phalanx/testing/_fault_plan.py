@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import InvalidArgument
-from ._actions import EXTERNAL, Action, kill
+from ._actions import ACTIONS, Action, kill
 
 _HEADER = "seconds,rank,action"
 
@@ -49,10 +49,11 @@ class PlannedFailure:
             )
         if self.rank is not None and (not isinstance(self.rank, int) or self.rank < 0):
             raise InvalidArgument(f"rank must be an integer >= 0 or None, got {self.rank!r}")
-        if self.action.name not in EXTERNAL:
+        if not ACTIONS[self.action.name].is_external:
+            external = [name for name, kind in ACTIONS.items() if kind.is_external]
             raise InvalidArgument(
                 f"{self.action.name} cannot be done to a worker from outside; use "
-                f"{', '.join(EXTERNAL)}, or a Fault"
+                f"{', '.join(external)}, or a Fault"
             )
 
     def __str__(self) -> str:

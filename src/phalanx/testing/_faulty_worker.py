@@ -42,8 +42,8 @@ def current_worker(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
 class FaultLog:
     """What happened in all workers of a run: a file with a line of JSON per event.
 
-    A worker that wants to fire a fault locks the file while it decides, so that of all workers one
-    does.
+    A worker locks the file while it decides whether to fire a fault, so that one with `once` fires
+    in one worker only.
     """
 
     def __init__(self, path: str, worker: str, faults: Sequence[Fault]) -> None:

@@ -26,7 +26,7 @@ Those of `phalanx.elastic.ElasticRun`, in the order of a run:
 ``elastic:forming``           before the group of a plan forms
 ``elastic:formed``            after it has formed, or has failed to
 ``elastic:transfer``          after each piece of the state, on all ranks
-``elastic:member``            a member has the state and has passed the barrier
+``elastic:member``            a new generation has begun on a member, which has the state
 ``elastic:forward``           before the script gets a micro-batch
 ``elastic:backward``          before the backward pass of a micro-batch
 ``elastic:folded``            after a micro-batch: gradients and buffers are added to this rank's
@@ -40,7 +40,7 @@ Those of `phalanx.elastic.ElasticRun`, in the order of a run:
 ``elastic:committed``         after it, when the sums of this rank were taken back
 ``elastic:before_optimizer``  before a step of an optimizer
 ``elastic:after_optimizer``   after it
-``elastic:save``              before a rank saves
+``elastic:save``              before a rank saves; in an elastic run, the leader
 ``elastic:saved``             after it
 ``elastic:evaluate``          before the barrier that ends an evaluation
 ``elastic:regroup``           before a survivor gives up the group that lost a rank

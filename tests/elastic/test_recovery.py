@@ -1,6 +1,5 @@
-"""What survivors hold after a rank was lost, and the sum of it."""
+"""What survivors hold after a rank was lost, what they miss, and the sum of it."""
 
-import json
 import struct
 
 import pytest
@@ -10,7 +9,10 @@ from hypothesis import strategies as st
 
 from phalanx.ddp._communicator import Communicator
 from phalanx.ddp._summation_tree import LeafBlock, is_node
-from phalanx.elastic._recovery import Cover, sum_cover
+from phalanx.elastic._contributions import LoopFlags
+from phalanx.elastic._cover import Cover, sum_cover
+from phalanx.elastic._recovery import Holding
+from phalanx.groups._store import from_json, to_json
 from phalanx.testing import ThreadRanks
 
 
@@ -84,8 +86,13 @@ def test_the_sum_of_a_cover_has_the_bits_of_the_whole_tree(ranks):
         assert result.numpy().tobytes() == whole.numpy().tobytes()
 
 
-def test_losses_in_json_keep_their_bits():
-    """Records of a step that lost a rank are JSON; a training loss may be any number."""
-    for value in (float("nan"), float("inf"), -0.0, 5e-324, 0.1 + 0.2):
-        (back,) = json.loads(json.dumps([value]))
-        assert struct.pack("d", back) == struct.pack("d", value)
+def test_what_a_survivor_tells_keeps_its_bits():
+    """A training loss may be any number."""
+    values = [float("nan"), float("inf"), -0.0, 5e-324, 0.1 + 0.2]
+    results = [(number, value, value) for number, value in enumerate(values)]
+    mine = Holding([(0, 4), (4, 5)], results, [1.0], ["a"], True, LoopFlags(1.0, 0.0, 2.0))
+    back = from_json(to_json(mine).encode(), Holding)
+    assert back.nodes == mine.nodes
+    assert back.flags == mine.flags
+    for (_, loss, weight), value in zip(back.results, values, strict=True):
+        assert struct.pack("dd", loss, weight) == struct.pack("dd", value, value)

@@ -27,7 +27,7 @@ from ..ddp._buckets import as_real
 from ..ddp._communicator import Communicator, SumSlots, broadcast_coalesced, same_bits
 from ..ddp._summation_tree import Node, SummationPlan, add_in_order, push, tree_order
 from ..errors import InvalidArgument, InvalidState
-from ._recovery import Cover, sum_cover
+from ._cover import Cover, sum_cover
 
 BufferRule = Literal["mean", "first"]
 RULES = ("mean", "first")

@@ -18,7 +18,6 @@ passes through it is not masked.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import threading
 import time
@@ -31,14 +30,15 @@ from torch import Tensor
 from .. import _faultpoints as faultpoints
 from ..ddp._autograd_hooks import find_tensors
 from ..ddp._gradient_fold import GradientFold
-from ..ddp._summation_tree import LeafBlock, Node, ordered_sum
+from ..ddp._summation_tree import LeafBlock, ordered_sum
 from ..errors import GroupError, InvalidState, RankMismatch, RendezvousError
 from ..groups._call_site import user_site
 from ._buffers import StagedBuffers
-from ._contributions import Contribution, Contributions, LoopFlags, LoopRecord
+from ._contributions import Contributions, LoopFlags, LoopRecord
+from ._cover import Cover
 from ._generations import drop_frames
 from ._randomness import derive_seed, seed_generators
-from ._recovery import Cover, NodeSums, node_gradients, sum_cover
+from ._recovery import LoopRecovery
 
 if TYPE_CHECKING:
     from ._loader import ElasticLoader
@@ -186,12 +186,7 @@ class MicroBatchLoop:
         self._signature = 0
         self._raised = ""  # by a backward pass; the loop must not go on after it
         self._fold = run._fold
-        self._held: dict[Node, NodeSums] = {}
-        """The sums that this rank has, after a rank was lost."""
-        self._lost_contributions: Contributions | None = None
-        """Those of the group that has lost a rank; only there has any rank published its sums."""
-        self._adopted: dict[int, Contribution] = {}
-        """What lost ranks had published, by their rank in the group that lost them."""
+        self._recovery: LoopRecovery | None = None  # after a rank was lost
         self._published: Contributions | None = None
         """Where this rank has published its sums, if it has."""
         self._staged: StagedBuffers | None = None
@@ -203,9 +198,7 @@ class MicroBatchLoop:
         self._agreed_requests = 0  # to join or leave: the most that any rank knows of
         self._seconds = 0.0
         self._all_seconds: list[float] = []  # per micro-batch, by rank
-        self._used: set[str] = set()  # the parameters that got a gradient here, after a loss
         self._has_run = False  # all micro-batches of this rank's block
-        self._records: list[dict[str, Any]] = []  # what the survivors have, after a rank was lost
 
     def __iter__(self) -> Iterator[MicroBatch]:
         run, loader = self._run, self._loader
@@ -246,7 +239,9 @@ class MicroBatchLoop:
         if self._published is not None:
             self._published.clear()
         self._published = self._staged = None
-        self._held, self._adopted, self._lost_contributions = {}, {}, None
+        if self._recovery is not None:
+            self._recovery.release()
+            self._recovery = None
 
     def _run_block(self, fold: GradientFold, block: LeafBlock) -> Iterator[MicroBatch]:
         """Yield some micro-batches, and fold their gradients."""
@@ -545,33 +540,16 @@ class MicroBatchLoop:
 
     # -- after a rank was lost -----------------------------------------------------------------
 
-    def _hold(self, fold: GradientFold, *, clones: bool) -> None:
-        """Keep the sums of micro-batches that this rank has run.
-
-        Folds of redone micro-batches share the reducer's input slots, so the next range would
-        overwrite them: they are copied. The slots of the first fold belong to the old reducer,
-        which nothing writes to any more. Views suffice, and keep what this rank has published
-        there, in case it is lost too.
-        """
-        reducer = self._run._reducer
-        self._used |= {reducer.names[i] for i in fold.used}
-        nodes = fold.nodes()
-        buffers = self._run._buffers.take_nodes() if clones else self._run._buffers.nodes()
-        for node, of_buffers in zip(nodes, buffers or [[]] * len(nodes), strict=True):
-            gradients = node_gradients(node, reducer, clones=clones)
-            self._held[node.lo, node.hi] = NodeSums(gradients, of_buffers)
-
     def _recover(self, error: GroupError | RendezvousError | None) -> Iterator[MicroBatch]:
         """End the loop with the survivors; yield what they have to run again.
 
         `error`: what reported the lost rank; None if the survivors have regrouped already.
         """
         run = self._run
-        self._lost_contributions = run._contributions
+        recovery = self._recovery = LoopRecovery(run)
         if self._has_run:
-            self._hold(run._fold, clones=False)
-        # The nodes are in _held now; sums of redone micro-batches start empty.
-        run._buffers.take_nodes()
+            recovery.hold(run._fold, clones=False)
+        run._buffers.take_nodes()  # sums of redone micro-batches start empty
         while True:
             drop_frames(error)
             try:
@@ -579,30 +557,22 @@ class MicroBatchLoop:
                     assert self._outcome is not None, COMMITTED_WITHOUT_ALL
                     return
                 self._outcome = None  # of a commit that did not happen
-                if self._lost_contributions is not None:
-                    self._adopt(self._lost_contributions)
+                recovery.adopt()
                 run._ensure_reducer()
-                while (cover := self._exchange_held()).missing:
-                    yield from self._redo(cover.to_redo(run._comm.rank))
-                self._sum_held(cover)
+                while (cover := self._exchange_held(recovery)).missing:
+                    yield from self._redo(cover.to_redo(run._comm.rank), recovery)
+                self._finish_recovery(recovery, cover)
                 return
             except (GroupError, RendezvousError) as caught:
                 run._raise_unless_recoverable(caught)
                 error = caught
 
-    def _adopt(self, contributions: Contributions) -> None:
-        """Hold what lost ranks had published. All survivors do; the first one contributes it."""
-        run = self._run
-        for each in contributions.of_dead_ranks(run._run_state.section, dict(run._named)):
-            if each.rank in self._adopted:
-                continue
-            self._adopted[each.rank] = each
-            of_buffers = run._buffers.adopt(each.buffers, list(each.gradients))
-            for (node, gradients), sums in zip(each.gradients.items(), of_buffers, strict=True):
-                self._held[node] = NodeSums(gradients, sums)
-            self._used |= each.used
+    def _exchange_held(self, recovery: LoopRecovery) -> Cover:
+        if faultpoints.armed:
+            faultpoints.reach("elastic:cover")
+        return recovery.exchange(self._results, self._signature, self._flags())
 
-    def _redo(self, ranges: list[range]) -> Iterator[MicroBatch]:
+    def _redo(self, ranges: list[range], recovery: LoopRecovery) -> Iterator[MicroBatch]:
         run = self._run
         if faultpoints.armed:
             faultpoints.reach("elastic:redo")
@@ -615,57 +585,15 @@ class MicroBatchLoop:
             fold = run._make_fold(block)
             run._reducer.begin_fold(fold)
             yield from self._run_block(fold, block)
-            self._hold(fold, clones=True)
+            recovery.hold(fold, clones=True)
 
-    def _exchange_held(self) -> Cover:
-        """Tell the other ranks what this one has, and find what is missing."""
-        run = self._run
-        if faultpoints.armed:
-            faultpoints.reach("elastic:cover")
-        adopted = self._adopted.values()
-        results, signatures = dict(self._results), [float(self._signature)] if self._results else []
-        for each in adopted:
-            results.update(each.results)
-            signatures.append(each.record.signature)
-        mine = {
-            "nodes": list(self._held),
-            "results": list(results.items()),
-            "signatures": signatures,
-            "used": sorted(self._used),
-            "has_first": run._buffers.has_first_values,
-            "flags": LoopFlags.combine([self._flags(), *(each.record.flags for each in adopted)]),
-        }
-        texts = run._comm.exchange(json.dumps(mine))
-        self._records = [json.loads(text) for text in texts]
-        held = [[(lo, hi) for lo, hi in record["nodes"]] for record in self._records]
-        return Cover(held, run.micro_batches)
-
-    def _sum_held(self, cover: Cover) -> None:
-        """Sum the gradients and buffers of all ranks, and commit the loop."""
-        run, records = self._run, self._records
-        self._check_signatures({found for each in records for found in each["signatures"]})
-        results = {number: pair for each in records for number, pair in each["results"]}
-        losses, weights = zip(*(results[i] for i in range(run.micro_batches)), strict=True)
-        divisor = self._divisor(has_weights=weights[0] != NO_WEIGHT)
-        contributed = [self._held[node] for node in cover.nodes_of(run._comm.rank)]
-        used = {name for each in records for name in each["used"]}
-        with torch.no_grad():
-            run._reducer.set_gradients(
-                [each.gradients for each in contributed],
-                lambda rows: sum_cover(run._comm, rows, cover, divisor),
-                used,
-            )
-        if faultpoints.armed:
-            faultpoints.reach("elastic:reduced")
-        outcome = self._apply_weights(list(losses), list(weights))
-        flags = LoopFlags.combine(LoopFlags(*each["flags"]) for each in records)
-        with_first = [i for i, each in enumerate(records) if each["has_first"]]
-        run._buffers.finish_cover(
-            [each.buffers for each in contributed],
-            cover,
-            means_changed=bool(flags.means_changed),
-            first_rank=with_first[0] if flags.firsts_changed else None,
-        )
-        self._agreed_requests = int(flags.known_requests)
+    def _finish_recovery(self, recovery: LoopRecovery, cover: Cover) -> None:
+        """Do as `_finish`, with what the survivors hold."""
+        self._check_signatures(recovery.signatures)
+        losses, weights = recovery.results()
+        recovery.sum_gradients(cover, self._divisor(has_weights=weights[0] != NO_WEIGHT))
+        outcome = self._apply_weights(losses, weights)
+        recovery.sum_buffers(cover)
+        self._agreed_requests = int(recovery.flags.known_requests)
         self._all_seconds = []  # some ranks may have those of the group before
         self._pass_barrier(outcome)

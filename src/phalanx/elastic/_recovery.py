@@ -1,27 +1,30 @@
-"""What the survivors hold of a step after a rank was lost, and the sum of it.
+"""What a survivor holds of a loop that has lost a rank, and the sum over all survivors.
 
-A rank keeps the sums of the micro-batches that it has run: nodes of the step's tree
-(`phalanx.ddp._summation_tree`). The survivors tell each other which nodes they have. A *cover* is a
-set of disjoint nodes that together have every leaf. `Cover` finds the micro-batches that no rank
-has, which are run again, and which rank contributes which nodes. A micro-batch that two ranks have
-run has the same bits on both.
-
-The sum is that of `phalanx.ddp` with another division of the tree. Nodes are not changed, so a sum
-that fails is repeated.
+A survivor holds the sums of the micro-batches that it has run, and those that lost ranks had
+published. Survivors tell each other what they hold (`Holding`), run what is missing, and sum a
+cover of what they have: see `_cover`. `MicroBatchLoop._recover` has the order of these steps, since
+the micro-batches that are run again are iterations of the user's loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..ddp._communicator import SLICE_GRAIN, Communicator, OrderedSum, SumOrder
-from ..ddp._gradient_fold import FoldedNode
+from .. import _faultpoints as faultpoints
+from ..ddp._gradient_fold import FoldedNode, GradientFold
 from ..ddp._reducer import Reducer
-from ..ddp._summation_tree import Node, fold_nodes
-from ._division import share_of
+from ..ddp._summation_tree import Node
+from ..groups._store import from_json, to_json
+from ._contributions import Contribution, LoopFlags
+from ._cover import Cover, sum_cover
+
+if TYPE_CHECKING:
+    from ._run import ElasticRun
 
 
 class NodeSums(NamedTuple):
@@ -31,51 +34,136 @@ class NodeSums(NamedTuple):
     buffers: list[Tensor]  # as `BufferAverage.take_nodes` returns them
 
 
-class Cover:
-    """Which ranks have which nodes of a tree, and which leaves none has."""
+@dataclass(frozen=True)
+class Holding:
+    """What a survivor tells the others; sent as JSON."""
 
-    def __init__(self, held: Sequence[Iterable[Node]], leaves: int) -> None:
-        self._size = len(held)
-        holders: dict[Node, int] = {}
-        for rank in reversed(range(self._size)):  # the first rank that has a node contributes it
-            for node in held[rank]:
-                holders[node] = rank
-        # Sorted by end, so the longest node that begins at a leaf remains.
-        longest: dict[int, Node] = {}
-        for node in sorted(holders, key=lambda each: each[1]):
-            longest[node[0]] = node
-        self.missing: list[int] = []
-        self._nodes: list[tuple[Node, int]] = []
-        position = 0
-        # Two nodes of a tree are disjoint, or one contains the other.
-        while position < leaves:
-            found = longest.get(position)
-            if found is None:
-                self.missing.append(position)
-                position += 1
+    nodes: list[Node]
+    results: list[tuple[int, float, float]]
+    """The number, the loss and the weight of each of its micro-batches."""
+    signatures: list[float]
+    used: list[str]
+    """The parameters that got a gradient."""
+    has_first: bool
+    flags: LoopFlags
+
+
+class LoopRecovery:
+    """What this rank holds of a loop that has lost a rank."""
+
+    def __init__(self, run: ElasticRun) -> None:
+        self._run = run
+        self._contributions = run._contributions
+        """Those of the group that has lost a rank; only there has any rank published its sums."""
+        self._adopted: dict[int, Contribution] = {}
+        """What lost ranks had published, by their rank in the group that lost them."""
+        self._held: dict[Node, NodeSums] = {}
+        self._used: set[str] = set()
+        self._holdings: list[Holding] = []  # of all survivors, by rank
+
+    def release(self) -> None:
+        """Free the sums, whoever still refers to this object."""
+        self._contributions = None
+        self._held, self._adopted = {}, {}
+
+    def hold(self, fold: GradientFold, *, clones: bool) -> None:
+        """Keep the sums of micro-batches that this rank has run.
+
+        Folds of redone micro-batches share the reducer's input slots, so the next range would
+        overwrite them: they are copied. The slots of the first fold belong to the old reducer,
+        which nothing writes to any more. Views suffice, and keep what this rank has published
+        there, in case it is lost too.
+        """
+        reducer, buffers = self._run._reducer, self._run._buffers
+        self._used |= {reducer.names[i] for i in fold.used}
+        nodes = fold.nodes()
+        of_buffers = buffers.take_nodes() if clones else buffers.nodes()
+        for node, sums in zip(nodes, of_buffers or [[]] * len(nodes), strict=True):
+            gradients = _gradients_of(node, reducer, clones=clones)
+            self._held[node.lo, node.hi] = NodeSums(gradients, sums)
+
+    def adopt(self) -> None:
+        """Hold what lost ranks had published. All survivors do; the first one contributes it."""
+        run = self._run
+        if self._contributions is None:
+            return
+        section, parameters = run._run_state.section, dict(run._named)
+        for each in self._contributions.of_dead_ranks(section, parameters):
+            if each.rank in self._adopted:
                 continue
-            self._nodes.append((found, holders[found]))
-            position = found[1]
-        self.leaves = leaves
+            self._adopted[each.rank] = each
+            of_buffers = run._buffers.adopt(each.buffers, list(each.gradients))
+            for (node, gradients), sums in zip(each.gradients.items(), of_buffers, strict=True):
+                self._held[node] = NodeSums(gradients, sums)
+            self._used |= each.used
 
-    def to_redo(self, rank: int) -> list[range]:
-        """Return the missing leaves that a rank runs again, as ranges."""
-        return share_of(self.missing, rank, self._size)
+    def exchange(
+        self, results: dict[int, tuple[float, float]], signature: int, flags: LoopFlags
+    ) -> Cover:
+        """Tell the other ranks what this one holds, and find what is missing.
 
-    def nodes_of(self, rank: int) -> list[Node]:
-        """Return the nodes that a rank contributes, in tree order."""
-        return [node for node, holder in self._nodes if holder == rank]
+        `results` has the loss and the weight of the micro-batches that it has run, by number.
+        """
+        run, adopted = self._run, self._adopted.values()
+        results, signatures = dict(results), [float(signature)] if results else []
+        for each in adopted:
+            results.update(each.results)
+            signatures.append(each.record.signature)
+        mine = Holding(
+            list(self._held),
+            [(number, *pair) for number, pair in results.items()],
+            signatures,
+            sorted(self._used),
+            run._buffers.has_first_values,
+            LoopFlags.combine([flags, *(each.record.flags for each in adopted)]),
+        )
+        texts = run._comm.exchange(to_json(mine))
+        self._holdings = [from_json(text.encode(), Holding) for text in texts]
+        return Cover([each.nodes for each in self._holdings], run.micro_batches)
 
-    def order(self) -> SumOrder:
-        stack, merges = fold_nodes((node for node, _ in self._nodes), self.leaves)
-        assert stack == [(0, self.leaves)], f"leaves {self.missing} are missing"
-        counts = [len(self.nodes_of(rank)) for rank in range(self._size)]
-        by_rank = sorted(range(len(self._nodes)), key=lambda place: self._nodes[place][1])
-        rows = [by_rank.index(place) for place in range(len(self._nodes))]
-        return SumOrder(counts, merges, rows)
+    @property
+    def signatures(self) -> set[float]:
+        """Those of the batches of all ranks."""
+        return {found for each in self._holdings for found in each.signatures}
+
+    @property
+    def flags(self) -> LoopFlags:
+        """Those of all ranks."""
+        return LoopFlags.combine(each.flags for each in self._holdings)
+
+    def results(self) -> tuple[list[float], list[float]]:
+        """Return the losses and the weights of all micro-batches, by number."""
+        found = {number: pair for each in self._holdings for number, *pair in each.results}
+        losses, weights = zip(*(found[i] for i in range(self._run.micro_batches)), strict=True)
+        return [*losses], [*weights]
+
+    def sum_gradients(self, cover: Cover, divisor: float) -> None:
+        """Put the sum over all ranks, divided by `divisor`, in ``.grad``."""
+        comm = self._run._comm
+        with torch.no_grad():
+            self._run._reducer.set_gradients(
+                [each.gradients for each in self._contributed(cover)],
+                lambda rows: sum_cover(comm, rows, cover, divisor),
+                {name for each in self._holdings for name in each.used},
+            )
+        if faultpoints.armed:
+            faultpoints.reach("elastic:reduced")
+
+    def sum_buffers(self, cover: Cover) -> None:
+        """Combine the buffers of all ranks."""
+        with_first = [rank for rank, each in enumerate(self._holdings) if each.has_first]
+        self._run._buffers.finish_cover(
+            [each.buffers for each in self._contributed(cover)],
+            cover,
+            means_changed=bool(self.flags.means_changed),
+            first_rank=with_first[0] if self.flags.firsts_changed else None,
+        )
+
+    def _contributed(self, cover: Cover) -> Iterable[NodeSums]:
+        return [self._held[node] for node in cover.nodes_of(self._run._comm.rank)]
 
 
-def node_gradients(node: FoldedNode, reducer: Reducer, *, clones: bool) -> dict[str, Tensor]:
+def _gradients_of(node: FoldedNode, reducer: Reducer, *, clones: bool) -> dict[str, Tensor]:
     """Return the gradients of a node by the names of parameters, as views or as copies.
 
     By name: the reducer of the next group may have other buckets, and more parameters.
@@ -85,20 +173,3 @@ def node_gradients(node: FoldedNode, reducer: Reducer, *, clones: bool) -> dict[
         for bucket, sums in zip(reducer.buckets, node.sums, strict=True)
         for i, view in zip(bucket.members, sums.views, strict=True)
     }
-
-
-def sum_cover(comm: Communicator, rows: Sequence[Tensor], cover: Cover, divisor: float) -> Tensor:
-    """Sum the nodes of a cover over all ranks.
-
-    All ranks call it with flat tensors of the same length, dtype and device: one per node they
-    contribute, or one placeholder, which is ignored, if they contribute none.
-    """
-    order, numel = cover.order(), rows[0].numel()
-    grain = comm.size * SLICE_GRAIN
-    padded = -(-numel // grain) * grain
-    mine = rows[0].new_zeros(order.counts[comm.rank], padded)
-    for row, values in zip(mine, rows, strict=False):  # a placeholder has no row
-        row[:numel] = values
-    result = mine.new_empty(padded)
-    OrderedSum(comm.group, mine, result, order, divisor).wait()
-    return result[:numel]

@@ -219,6 +219,18 @@ def test_nothing_is_replaced_after_a_failure(start):
     assert "replacement" not in err
 
 
+def test_a_rank_that_exits_too_early_is_not_said_to_have_failed(start):
+    run = start("2:2", "--linger", 0)
+    run.wait_for("0.0", "1.0")
+    run.tell("0.0", "print('enough', file=sys.stderr)\nsys.exit(0)")
+    run.tell("1.0", "report('short')")
+    _, err = run.process.communicate(timeout=20)
+    assert run.process.returncode == 1
+    reason = "it exited with 0 and the others have more steps to do"
+    assert f"phalanx: rank 0 failed first: {reason}\n    enough\n" in err
+    assert "exit code 1" not in err
+
+
 def test_exit_codes_without_an_orderly_end(start):
     run = start(3)
     run.wait_for("0.0", "1.0", "2.0")

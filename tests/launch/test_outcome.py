@@ -101,6 +101,22 @@ def test_the_exit_code_is_that_of_the_first_failure():
     assert Outcome(exits=[late], signal=15).exit_code == 1
 
 
+def test_a_rank_that_exited_with_0_too_early_is_the_first_failure():
+    """The job fails with exit code 1, which was not that of the rank."""
+    reason = "it exited with 0 and the others have more steps to do"
+    early = RankExit(rank=0, code=0, at=1.0, reason=reason)
+    left = RankExit(rank=1, code=75, at=2.0, was_terminated=True)
+    outcome = Outcome(exits=[early, left])
+    assert outcome.first_failure is early
+    assert (outcome.exit_code, outcome.preempted) == (1, False)
+    assert describe(outcome).splitlines() == [
+        f"rank 0 failed first: {reason}",
+        "rank 1 stopped on request",
+    ]
+    late = replace(early, at=3.0)
+    assert followers(late) == [f"rank 0 failed 2.00 s later: {reason}"]
+
+
 def test_the_exit_code_shows_a_signal_unless_all_ranks_succeeded():
     stopped = RankExit(rank=0, code=-15, at=1.0, was_terminated=True)
     well = RankExit(rank=0, code=0, at=1.0, was_terminated=True)

@@ -302,7 +302,9 @@ def test_a_rank_that_exits_while_the_others_need_it_fails_the_run():
     assert run.attempt.end == ""  # the other may be about to finish, too
     run.tell(1, "short")
     assert run.attempt.end == "failed"
-    assert run.attempt.cause.rank == 0
+    assert (run.attempt.cause.rank, run.attempt.cause.code) == (0, 0)
+    assert run.attempt.cause.failed
+    assert run.attempt.cause.reason == "it exited with 0 and the others have more steps to do"
     message = "rank 0 exited with 0 and the others have more steps to do; fewer than 2 ranks left"
     assert run.attempt.messages[-1] == message
 
@@ -374,6 +376,7 @@ def test_a_replacement_that_ends_while_members_wait_fails_the_run():
     wait_short(run, 0, 62)
     assert run.attempt.end == "failed"
     assert run.attempt.messages[-1] == "fewer than 2 members for 60 s"
+    assert run.attempt.cause.reason == "it exited with 0; fewer than 2 members for 60 s"
 
 
 def test_members_that_never_were_enough_start_over():
@@ -623,6 +626,7 @@ def test_a_rank_that_ends_before_the_first_step_is_missed():
     assert run.attempt.end == "", "all may end, after they have printed help"
     run.ready(0)
     assert (run.attempt.end, run.attempt.cause.rank) == ("failed", 1)
+    assert run.attempt.cause.reason == "it ended before the first step"
     assert "ended before the first step; fewer than 2 ranks left" in run.attempt.messages[-1]
 
 

@@ -93,7 +93,7 @@ class RecordedExit(NamedTuple):
 
     def with_output(self) -> RankExit:
         """Return how it ended, with the output so far if it did not succeed."""
-        if not self.result.code:
+        if not self.result.code and not self.result.reason:
             return self.result
         return replace(self.result, final_output=self.reports.final_output())
 

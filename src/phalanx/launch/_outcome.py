@@ -36,6 +36,8 @@ class RankExit:
     """Whether the launcher had asked it to stop."""
     final_output: Sequence[str] = ()
     """Its traceback, or its last lines on stderr."""
+    reason: str = ""
+    """Why it failed, if it exited with 0: ``it exited with 0 and the others have more to do``."""
 
     @property
     def name(self) -> str:
@@ -45,7 +47,8 @@ class RankExit:
     @property
     def failed(self) -> bool:
         """Whether it failed before the launcher asked it to stop."""
-        return self.code != 0 and not self.preempted and not self.was_terminated
+        has_failed = self.code != 0 or self.reason != ""
+        return has_failed and not self.preempted and not self.was_terminated
 
     @property
     def preempted(self) -> bool:
@@ -91,31 +94,33 @@ class Outcome:
     @property
     def preempted(self) -> bool:
         """Whether all ranks stopped on request, after saving if they have a directory for that."""
-        codes = {each.code for each in self.exits}
-        return PREEMPTED_EXIT_CODE in codes and codes <= {0, PREEMPTED_EXIT_CODE}
+        stopped = [each for each in self.exits if each.preempted]
+        return bool(stopped) and not any(
+            each.code or each.reason for each in self.exits if not each.preempted
+        )
 
     @property
     def first_failure(self) -> RankExit | None:
         """The rank that failed first, if any did."""
         if self.preempted:
             return None
-        early = [each for each in self.exits if each.code and not each.was_terminated]
-        failed = [each for each in early if each.failed]
+        failed = [each for each in self.exits if each.failed]
         # If no rank failed, one that was preempted without the others is the cause.
-        return next(iter(failed or early), None)
+        left = [each for each in self.exits if each.preempted and not each.was_terminated]
+        return next(iter(failed or left), None)
 
     @property
     def exit_code(self) -> int:
         """The exit code for the shell: the first failure's, or 128 + number for a signal.
 
-        124 if the ranks took too long, `PreemptionGuard.EXIT_CODE` if all of them were preempted
-        and saved a checkpoint.
+        1 if the first failure is a rank that exited with 0 too early, 124 if the ranks took too
+        long, `PreemptionGuard.EXIT_CODE` if all of them were preempted and saved a checkpoint.
         """
         if self.preempted:
             return PREEMPTED_EXIT_CODE
         if self.first_failure is not None:
             code = self.first_failure.code
-            return code if code >= 0 else 128 - code
+            return 128 - code if code < 0 else code or 1
         if self.timeout is not None:
             return _TIMEOUT_EXIT_CODE
         # Ranks that handled the signal and exited with 0 make a successful run.
@@ -138,7 +143,7 @@ def describe(outcome: Outcome) -> str:
         return (
             f"stopped by {signal_name(outcome.signal)}" if outcome.signal else "all ranks succeeded"
         )
-    lines = [f"{first.name} failed first: {describe_code(first.code)}"]
+    lines = [f"{first.name} failed first: {_describe_failure(first)}"]
     lines += [f"    {line}" for line in first.final_output]
     others = [each for each in outcome.exits if each is not first]
     identical: dict[tuple[object, ...], list[RankExit]] = {}
@@ -166,6 +171,10 @@ def describe_code(code: int) -> str:
     return f"{describe_exit(code)} ({hint})" if hint else describe_exit(code)
 
 
+def _describe_failure(failed: RankExit) -> str:
+    return failed.reason or describe_code(failed.code)
+
+
 def _describe_timeout(outcome: Outcome) -> str:
     late = [each for each in outcome.exits if each.was_terminated]
     lines = [f"timed out after {outcome.timeout:g} s"]
@@ -183,7 +192,7 @@ def _describe_consequence(exits: Sequence[RankExit], first: RankExit) -> str:
         return f"{_format_names(exits)} raised {one.error} while {pronoun} being stopped"
     times = [f"{each.at - first.at:.2f}" for each in exits]
     later = times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
-    end = f"{_format_names(exits)} failed {later} s later: {describe_code(one.code)}"
+    end = f"{_format_names(exits)} failed {later} s later: {_describe_failure(one)}"
     return f"{end}: {one.summary}" if one.summary else end
 
 

@@ -380,11 +380,8 @@ class ReplaceLost(RestartPolicy):
             if is_missed and self._is_preempted_member(worker) and not worker.has_successor:
                 self._replace_leaving(worker, now)
         if self._first_finished is not None and len(self._staying()) < self._min_ranks:
-            name = self._first_finished.result.name
-            few = f"fewer than {format_count(self._min_ranks, 'rank')} left"
-            self._fail(
-                f"{name} exited with 0 and the others have more steps to do; {few}",
-                self._first_finished,
+            self._fail_after_end(
+                self._first_finished, "exited with 0 and the others have more steps to do"
             )
         else:
             self._check_quorum(now)
@@ -511,8 +508,7 @@ class ReplaceLost(RestartPolicy):
         if ended is None or self._is_formed or len(self._staying()) >= self._min_ranks:
             return
         if any(each.max_members is not None for each in self._workers.values()):
-            few = f"fewer than {format_count(self._min_ranks, 'rank')} left"
-            self._fail(f"{ended.result.name} ended before the first step; {few}", ended)
+            self._fail_after_end(ended, "ended before the first step")
 
     def _succeed(self) -> None:
         self._has_succeeded = True
@@ -597,9 +593,16 @@ class ReplaceLost(RestartPolicy):
         cause = cause or next((each.first for each in self._losses.values()), self._last_exit)
         assert cause is not None, "a run in which nothing has ended does not fail"
         result = cause.result
+        reason = result.reason or ("" if result.code else f"it exited with 0; {message}")
         # Whatever it was: this run fails. It may even have ended as the launcher wanted it to.
-        result = replace(result, code=result.code or 1, was_terminated=False)
+        result = replace(result, reason=reason, was_terminated=False)
         self._attempt.fail(cause._replace(result=result), message)
+
+    def _fail_after_end(self, ended: RecordedExit, what: str) -> None:
+        """Fail the run because of a rank that exited with 0 while the others need it."""
+        few = f"fewer than {format_count(self._min_ranks, 'rank')} left"
+        result = replace(ended.result, reason=f"it {what}")
+        self._fail(f"{result.name} {what}; {few}", ended._replace(result=result))
 
     def _has_member(self) -> bool:
         return any(each.is_member for each in self._workers.values())

@@ -491,6 +491,17 @@ def test_ps_and_scale(start, cli):
     assert [*(run.directory / "runtime/phalanx").iterdir()] == []
 
 
+def test_scale_tells_of_hot_spares(start, cli):
+    run = start(1, setup="report('ready', max_members=2)")
+    run.wait_for("0.0")
+    grown = cli("scale", "train", 4, env=run.environ).stdout
+    spares = "micro_batches=2, so 2 ranks will wait as hot spares"
+    assert grown.endswith(f": 4 ranks; ranks 1, 2, 3 started; {spares}\n")
+    shrunk = cli("scale", "train", 1, env=run.environ).stdout
+    assert shrunk.endswith(": 1 rank; ranks 1, 2, 3 leaving\n")
+    assert run.end("0.0")[0] == 0
+
+
 def _ignores_sigterm(pid):
     text = Path(f"/proc/{pid}/status").read_text()
     return int(text.partition("SigIgn:")[2].split()[0], 16) >> signal.SIGTERM - 1 & 1

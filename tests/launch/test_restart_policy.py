@@ -438,7 +438,13 @@ def test_preempted_members_do_not_depend_on_the_others():
 
 def test_scaling_starts_the_lowest_free_ranks_and_asks_the_highest_to_leave():
     run = Run(3)
-    assert run.scale(2) == {"ok": True, "ranks": 2, "started": [], "leaving": [2]}
+    assert run.scale(2) == {
+        "ok": True,
+        "ranks": 2,
+        "started": [],
+        "leaving": [2],
+        "max_members": 8,
+    }
     assert run.attempt.sent == [(2, signal.SIGTERM)]
     assert run.states["2.0"] == "leaving"
     assert run.scale(4)["started"] == [3, 4], "rank 2 is still there"
@@ -723,6 +729,15 @@ def test_ranks_without_a_micro_batch_are_reported_once():
     run.scale(2)
     run.scale(1)
     assert sum("hot spare" in each for each in run.attempt.messages) == 1
+
+
+def test_a_reply_tells_how_many_ranks_can_train():
+    run = Run(2, members=False)
+    assert run.scale(3)["max_members"] is None, "no worker has told"
+    run.ready(0, max_members=2)
+    assert run.scale(4)["max_members"] == 2
+    run.begin()
+    assert run.scale(5)["max_members"] == 2, "it was told in the attempt before"
 
 
 def test_the_end_of_a_member_without_its_exit_handlers_is_a_loss():

@@ -262,7 +262,8 @@ class ReplaceLost(RestartPolicy):
         self._futile_restarts = 0
         self._wants_restart = False
         self._has_elastic_run = False  # in any of its workers
-        self._shown_limit: int | None = None  # of members, if there are more ranks
+        self._max_members: int | None = None  # what workers have told
+        self._has_shown_spares = False
         self._reset()
 
     def _reset(self) -> None:
@@ -317,10 +318,10 @@ class ReplaceLost(RestartPolicy):
         self._check_variables(message.changed_variables)
         match message.event:
             case "ready" if worker.max_members is None:
-                worker.max_members = message.max_members
+                worker.max_members = self._max_members = message.max_members
                 self._waiting_since = self._waiting_since or now
                 self._longest_start = max(self._longest_start, now - worker.started_at)
-                self._show_spares(worker.max_members)
+                self._show_spares()
                 self._check_start()
             case "member" if not worker.is_member:
                 self._on_member(worker, message.step, now)
@@ -386,14 +387,15 @@ class ReplaceLost(RestartPolicy):
         else:
             self._check_quorum(now)
 
-    def _show_spares(self, max_members: int | None) -> None:
+    def _show_spares(self) -> None:
         """Tell the user, once, if some ranks have nothing to do."""
-        if max_members is None or max_members >= self.ranks or max_members == self._shown_limit:
+        limit = self._max_members
+        if limit is None or limit >= self.ranks or self._has_shown_spares:
             return
-        self._shown_limit = max_members
-        spares = format_count(self.ranks - max_members, "hot spare")
-        limit = f"micro_batches={max_members}, so at most {format_count(max_members, 'rank')} train"
-        self._attempt.show(f"{limit}; {spares} will wait")
+        self._has_shown_spares = True
+        spares = format_count(self.ranks - limit, "hot spare")
+        trains = f"micro_batches={limit}, so at most {format_count(limit, 'rank')} train"
+        self._attempt.show(f"{trains}; {spares} will wait")
 
     def _on_leaving(self, worker: _SupervisedWorker, now: float) -> None:
         """Replace a worker that others than the launcher told to leave, if it is needed."""
@@ -775,7 +777,13 @@ class ReplaceLost(RestartPolicy):
             self._add(rank, due=now)
         if new or leaving:
             self._attempt.show(f"scaled to {format_count(ranks, 'rank')}")
-        return {"ok": True, "ranks": ranks, "started": new, "leaving": leaving}
+        return {
+            "ok": True,
+            "ranks": ranks,
+            "started": new,
+            "leaving": leaving,
+            "max_members": self._max_members,
+        }
 
     def _free_ranks(self, count: int) -> list[int]:
         free = (rank for rank in itertools.count() if rank not in self._workers)

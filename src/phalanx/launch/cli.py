@@ -325,6 +325,10 @@ def scale(*, run: str, ranks: int) -> None:
         for key, verb in (("started", "started"), ("leaving", "leaving"))
         if reply[key]
     ]
+    limit = reply.get("max_members")  # a launcher of an earlier version does not tell
+    if limit is not None and reply["ranks"] > limit:
+        spares = format_count(reply["ranks"] - limit, "rank")
+        changes.append(f"micro_batches={limit}, so {spares} will wait as hot spares")
     text = "; ".join([format_count(reply["ranks"], "rank"), *changes])
     click.echo(f"{found.info.id}: {text}")
 

@@ -608,7 +608,9 @@ def test_runs_are_found_by_an_unambiguous_prefix(tmp_path):
         assert odd.info.id.startswith("ev-al-")
         assert find_run("ev", environ) == odd
         assert find_run(one.info.id, environ) == one
-        with pytest.raises(InvalidArgument, match="several runs match 'train'"):
+        both = ", ".join(each.info.id for each in (one, other))
+        match = f"^several runs match 'train': {both}; give more of the id$"
+        with pytest.raises(InvalidArgument, match=match):
             find_run("train", environ)
     with pytest.raises(InvalidArgument, match="no elastic run 'train'. None is running"):
         find_run("train", environ)

@@ -136,7 +136,7 @@ def find_run(prefix: str, environ: Mapping[str, str] | None = None) -> RunDirect
     if len(exact or matching) != 1:
         ids = ", ".join(run.info.id for run in matching or runs)
         if matching:
-            raise InvalidArgument(f"several runs match {prefix!r}: {ids}")
+            raise InvalidArgument(f"several runs match {prefix!r}: {ids}; give more of the id")
         raise InvalidArgument(
             f"no elastic run {prefix!r}. " + (f"Running: {ids}" if ids else "None is running")
         )

@@ -479,6 +479,8 @@ def test_ps_and_scale(start, cli):
 
     for arguments, words in [
         ((identity, 0), "the number of ranks must be at least 1, got 0"),
+        ((identity, -1), "the number of ranks must be at least 1, got -1"),
+        ((identity, "--force"), "'--force' is not a valid integer"),
         (("other", 2), f"no elastic run 'other'. Running: {identity}"),
     ]:
         refused = cli("scale", *arguments, env=run.environ)

@@ -299,7 +299,11 @@ def _describe_run(status: Mapping[str, Any]) -> tuple[str, ...]:
     return status["id"], status["script"], ranks, step, uptime, str(status["restarts"])
 
 
-@main.command(short_help="Change the number of ranks of an elastic run.")
+# -1 is not an option but a number with a better error message.
+@main.command(
+    short_help="Change the number of ranks of an elastic run.",
+    context_settings={"ignore_unknown_options": True},
+)
 @click.argument("run")
 @click.argument("ranks", type=int)
 def scale(*, run: str, ranks: int) -> None:

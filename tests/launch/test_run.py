@@ -74,6 +74,30 @@ def test_arguments_after_the_script_are_passed_to_it(phalanx, script):
     assert unlabelled(done.stdout, 0) == ["['--lr', '0.1', '-n', 'x', '--help', '--', '-m']"]
 
 
+@pytest.mark.parametrize(
+    ("args", "note"),
+    [
+        (["--elastic"], "--elastic after the script is an argument of the script; put it before"),
+        (["--lr", "1", "--standby", "--elastic"], "put it before train.py for an elastic run"),
+        (["--standby"], "put it before train.py for a run with a standby"),
+        (["--drop-in"], "put it before train.py for a run with the drop-in"),
+        (["elastic", "--elastic-net"], ""),
+    ],
+)
+def test_options_of_the_launcher_after_the_script_are_noted(phalanx, script, args, note):
+    script("import sys; print(sys.argv[1:])", name="train.py")
+    done = phalanx("run", "-n", 1, "train.py", *args)
+    assert (done.returncode, done.stdout) == (0, f"[rank 0] {args}\n")
+    assert done.stderr.startswith("phalanx: note: " if note else "")
+    assert done.stderr.count("\n") == bool(note)
+    assert note in done.stderr
+
+
+def test_options_that_the_launcher_has_got_are_not_noted(phalanx, script):
+    script("", name="train.py")
+    assert "note" not in phalanx("run", "--elastic", "-n", 1, "train.py", "--elastic").stderr
+
+
 def test_a_module_is_searched_on_the_ranks_python_path(script):
     script("print('found')", name="elsewhere/odd_one.py")
     out, place = io.BytesIO(), str(script("", name="elsewhere/other.py").parent)

@@ -47,6 +47,14 @@ Examples:
 """
 
 
+_MODES = {
+    "elastic": "for an elastic run",
+    "standby": "for a run with a standby",
+    "drop_in": "for a run with the drop-in",
+}
+"""Options of `phalanx run` without which a script runs, too, but differently."""
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="phalanx", message="phalanx %(version)s")
 def main() -> None:
@@ -183,6 +191,7 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
     torchrun_args = _job.torchrun_options(**{name: options.pop(name) for name in TORCHRUN_OPTIONS})
     options |= options.pop("ranks")._asdict()
     _check_elastic_options(torchrun_args, options)
+    _note_misplaced_options(script, args, options)
     with _errors_as_usage():
         if torchrun_args:
             _reject_launcher_options(torchrun_args[0].partition("=")[0])
@@ -222,6 +231,19 @@ def _check_elastic_options(torchrun_args: Sequence[str], options: Mapping[str, A
             "--elastic cannot be used with --drop-in, which replaces torch's DDP: elastic scripts "
             "use phalanx.elastic.ElasticRun"
         )
+
+
+def _note_misplaced_options(script: str, args: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Print a note if the script is given what may be meant for the launcher."""
+    for name, purpose in _MODES.items():
+        option = f"--{name.replace('_', '-')}"
+        if option in args and not options[name]:
+            click.echo(
+                f"phalanx: note: {option} after the script is an argument of the script; "
+                f"put it before {script} {purpose}",
+                err=True,
+            )
+            return  # it says enough about the others, too
 
 
 def _reject_launcher_options(torchrun_option: str) -> None:

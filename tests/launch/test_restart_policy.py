@@ -571,6 +571,104 @@ def test_a_worker_that_leaves_is_replaced_if_the_run_needs_it():
     assert "the run needs 2 ranks; starting rank 3 in its place" in run.attempt.messages[-1]
 
 
+def leave(run, rank, code=0):
+    """A member is told to leave by others than the launcher, and does so."""
+    run.tell(rank, "leaving")
+    run.tell(rank, "left")
+    run.exit(rank, code, ended=True)
+
+
+def test_a_rank_that_left_on_sigterm_is_reported_and_not_expected_any_more():
+    run = Run(3)
+    run.tell(2, "leaving")
+    run.tell(2, "left")
+    assert run.status["ranks"] == 3
+    run.exit(2, 0, ended=True)
+    assert run.attempt.messages[-1] == "rank 2 left after SIGTERM"
+    assert (run.status["members"], run.status["ranks"]) == (2, 2)
+    run.exit(1)
+    run.exit(0)
+    run.begin()
+    assert [each[0] for each in run.attempt.started] == ["0", "1"], "the current size"
+
+
+def test_a_rank_that_left_before_it_had_joined_is_reported():
+    run = Run(2)
+    run.scale(3)
+    run.pass_time(0)
+    run.ready(2)
+    leave(run, 2, 75)
+    assert run.attempt.messages[-1] == "rank 2 left after SIGTERM before it had joined"
+    assert run.status["ranks"] == 2
+
+
+def test_a_rank_that_left_and_was_replaced_is_expected():
+    run = Run(3, min_ranks=3)
+    run.tell(2, "leaving")
+    run.pass_time(1)
+    run.join(3, step=7)
+    leave(run, 2)
+    assert run.attempt.messages[-2:] == ["rank 3 joined after step 7", "rank 2 left after SIGTERM"]
+    assert run.status["ranks"] == 3
+
+
+def test_ranks_that_leave_do_not_change_what_others_were_scaled_to():
+    run = Run(4)
+    run.tell(3, "leaving")
+    assert run.scale(4)["started"] == [4]
+    run.pass_time(0)
+    run.tell(2, "leaving")
+    leave(run, 3)
+    assert run.status["ranks"] == 4, "rank 4 is one of them, and rank 2 may still be lost"
+    leave(run, 2)
+    assert run.status["ranks"] == 3
+    run.scale(2)
+    run.tell(4, "left")
+    run.exit(4, 0, ended=True)
+    assert run.status["ranks"] == 2
+
+
+def test_the_minimum_is_expected_although_ranks_left():
+    run = Run(2, min_ranks=2, max_restarts=0)
+    leave(run, 1)
+    assert run.status["ranks"] == 2
+
+
+def test_ranks_that_have_finished_are_expected_after_others_left():
+    run = Run(3)
+    run.finish(0)
+    leave(run, 1)
+    assert run.status["ranks"] == 2
+
+
+def test_ranks_that_join_a_run_are_reported():
+    run = Run(2, members=False)
+    run.join(0, step=5)
+    run.join(1, step=5)
+    assert "joined" not in "".join(run.attempt.messages), "they began the run"
+    run.exit(1)
+    run.pass_time(0)
+    run.join(1, step=120)
+    assert run.attempt.messages[-1] == "rank 1 joined after step 120"
+    run.scale(3)
+    run.pass_time(0)
+    run.join(2, step=121)
+    run.join(2, step=121)
+    assert run.attempt.messages.count("rank 2 joined after step 121") == 1
+
+
+@pytest.mark.parametrize("late", ["spare", "slow"])
+def test_an_initial_rank_that_joins_later_is_reported(late):
+    run = Run(3, members=False)
+    run.join(0)
+    run.join(1)
+    if late == "spare":
+        run.ready(2, max_members=2)
+        run.exit(1)
+    run.join(2, step=9)
+    assert run.attempt.messages[-1] == "rank 2 joined after step 9"
+
+
 def test_a_worker_that_leaves_below_the_minimum_without_restarts_is_killed_in_the_end():
     run = Run(2, min_ranks=2, max_restarts=0)
     run.tell(1, "leaving")

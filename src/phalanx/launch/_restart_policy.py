@@ -199,6 +199,7 @@ class _SupervisedWorker:
     has_created: bool = False  # its ElasticRun
     has_finished: bool = False  # all steps
     is_leader: bool = False  # it stays the leader until it ends
+    is_initial: bool = False  # started with the attempt
     is_replacement: bool = False
     was_asked_to_leave: bool = False  # by this launcher
     has_successor: bool = False  # one was started because this worker leaves
@@ -270,6 +271,7 @@ class ReplaceLost(RestartPolicy):
         """Forget what holds for one attempt only."""
         self._workers.clear()
         self._is_formed = False  # whether there has been a member
+        self._first_step: int | None = None  # of the first members
         self._had_quorum = False
         self._without_quorum_since: float | None = None
         self._is_short = False  # the members have said that they wait for others
@@ -293,6 +295,7 @@ class ReplaceLost(RestartPolicy):
         self._reset()
         for rank in range(self.ranks):
             worker = self._add(rank)
+            worker.is_initial = True
             attempt.start_rank(rank, incarnation=worker.incarnation)
             worker.state, worker.started_at = WorkerState.STARTING, now
 
@@ -348,7 +351,9 @@ class ReplaceLost(RestartPolicy):
             worker.state = WorkerState.MEMBER
         self._losses.pop(worker.rank, None)
         if not self._is_formed:
-            self._is_formed, self._step = True, step
+            self._is_formed, self._step, self._first_step = True, step, step
+        if step is not None and not (worker.is_initial and step == self._first_step):
+            self._attempt.show(f"rank {worker.rank} joined after step {step}")
         self.has_begun = True
         self._check_quorum(now)
 
@@ -444,15 +449,8 @@ class ReplaceLost(RestartPolicy):
             is_expected = result.preempted or result.code in (0, 128 + signal.SIGTERM)
             if not is_lost and not is_expected:
                 return False  # an exception
-            if result.code:
-                when = "" if worker.is_member or worker.has_left else " before it had joined"
-                self._attempt.show(f"{result.name} left{when}: {_how(result.code)}")
-            if self._is_formed and not self._has_member() and not self._finished:
-                self._start_over("all ranks lost")
-            elif worker.is_leader and not self._has_member() and self._finished:
-                self._start_over("the leader was lost after the last step")
-            elif not self._workers and not self._finished:
-                self._fail("no rank is left")
+            self._show_departure(worker, exit_, is_expected=is_expected)
+            self._on_departure(worker)
         elif is_lost:
             self._on_loss(worker, exit_, now)
         elif result.code == 0:
@@ -461,10 +459,36 @@ class ReplaceLost(RestartPolicy):
             return False
         elif result.preempted and self._goes_on_without(worker, now):
             self._attempt.show(f"{result.name} was told to leave; the run goes on")
+            self._lower_ranks()
         else:
             return False
         self._check_quorum(now)
         return True
+
+    def _show_departure(
+        self, worker: _SupervisedWorker, exit_: RecordedExit, *, is_expected: bool
+    ) -> None:
+        result = exit_.result
+        when = "" if worker.was_member else " before it had joined"
+        if is_expected and not worker.was_asked_to_leave:
+            self._attempt.show(f"{result.name} left after SIGTERM{when}")
+        elif result.code:
+            self._attempt.show(f"{result.name} left{when}: {_how(result.code)}")
+
+    def _on_departure(self, worker: _SupervisedWorker) -> None:
+        """Go on without a worker that has left, if any of the others can."""
+        self._lower_ranks()
+        if self._is_formed and not self._has_member() and not self._finished:
+            self._start_over("all ranks lost")
+        elif worker.is_leader and not self._has_member() and self._finished:
+            self._start_over("the leader was lost after the last step")
+        elif not self._workers and not self._finished:
+            self._fail("no rank is left")
+
+    def _lower_ranks(self) -> None:
+        """Expect no rank in place of one that left and was not replaced."""
+        expected = [each for each in self._workers.values() if not each.was_asked_to_leave]
+        self.ranks = max(self._min_ranks, min(self.ranks, len(expected) + self._finished))
 
     def _goes_on_without(self, worker: _SupervisedWorker, now: float) -> bool:
         """Return whether others go on after a member saved and left; replace it if needed."""

@@ -369,6 +369,28 @@ def test_nothing_is_replaced_after_a_signal(start):
     assert "replacement" not in err
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_run_is_stopped_without_its_save(start, saves):
+    """Rank 0 was to save. Exit code 75 means that the run was saved."""
+    setup = f"""
+    def leave(*_):
+        report("leaving")
+        name == "0.0" and os.kill(os.getpid(), signal.SIGKILL)
+        {saves} and report("saved")
+        sys.exit(75)
+
+    signal.signal(signal.SIGTERM, leave)
+    """
+    run = start(2, setup=setup)
+    run.wait_for("0.0", "1.0")
+    run.process.send_signal(signal.SIGTERM)
+    _, err = run.process.communicate(timeout=20)
+    line = "phalanx: stopped without saving: rank 0 was lost before it saved; a restart continues"
+    assert run.process.returncode == (75 if saves else 128 + signal.SIGKILL), err
+    assert (line in err) != saves
+    assert ("phalanx: rank 0 failed first: SIGKILL" in err) != saves
+
+
 def test_a_preempted_run_does_not_depend_on_a_rank_that_starts(start):
     setup = """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))

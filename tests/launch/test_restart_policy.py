@@ -744,6 +744,80 @@ def test_a_preempted_run_may_lose_its_last_rank_after_it_was_saved(saved):
     assert run.exit(1, terminated=True) is saved
 
 
+def stop(run):
+    """The launcher gets SIGTERM, and all ranks are told to leave."""
+    run.policy.stop(is_preemption=True)
+    for rank in range(len(run.status["workers"])):
+        run.tell(rank, "leaving")
+
+
+@pytest.mark.parametrize("last", ["a survivor", "the lost rank"])
+def test_a_rank_that_is_lost_before_it_saved_fails_a_run_that_is_stopped(last):
+    """Exit code 75 would mean that nothing is lost."""
+    run = Run(2)
+    stop(run)
+    if last == "a survivor":
+        assert run.exit(0, terminated=True) is True, "another may save"
+        assert run.attempt.end == ""
+        assert run.exit(1, 75, ended=True, terminated=True) is False
+    else:
+        assert run.exit(1, 75, ended=True, terminated=True) is False
+        assert run.exit(0, terminated=True) is True, "it is recorded as the cause"
+    assert run.attempt.end == "failed"
+    assert (run.attempt.cause.rank, run.attempt.cause.code) == (0, KILLED)
+    assert run.attempt.cause.failed
+    assert (
+        "stopped without saving: rank 0 was lost before it saved; a restart continues from the "
+        "last checkpoint"
+    ) in run.attempt.messages
+
+
+def test_another_member_may_save_in_place_of_a_lost_one():
+    run = Run(3)
+    stop(run)
+    run.exit(0, terminated=True)
+    run.tell(1, "saved")
+    assert run.exit(1, 75, ended=True, terminated=True) is False
+    assert run.exit(2, terminated=True) is True, "after the run was saved"
+    assert run.attempt.end == ""
+
+
+def test_ranks_that_are_lost_before_one_saved_are_named():
+    run = Run(3)
+    stop(run)
+    run.exit(1, terminated=True)
+    run.exit(0, terminated=True)
+    run.exit(2, 75, ended=True, terminated=True)
+    assert run.attempt.cause.rank == 1, "the first"
+    assert any("ranks 0, 1 were lost before they saved" in each for each in run.attempt.messages)
+
+
+def test_ranks_that_the_launcher_kills_are_not_lost():
+    """The time to save is over, or there was a second signal."""
+    run = Run(2)
+    stop(run)
+    run.policy.stop(is_preemption=False)
+    assert run.exit(1, terminated=True) is True
+    assert run.exit(0, terminated=True) is False
+    assert run.attempt.end == ""
+
+
+def test_a_run_that_has_finished_while_it_was_stopped_has_nothing_to_save():
+    run = Run(2)
+    stop(run)
+    run.exit(1, terminated=True)
+    assert run.finish(0) is False
+    assert run.attempt.end == ""
+
+
+def test_scripts_that_handle_sigterm_themselves_save_themselves():
+    run = Run(2)
+    run.policy.stop(is_preemption=True)
+    run.exit(0, terminated=True)
+    assert run.exit(1, 75, ended=True, terminated=True) is False
+    assert run.attempt.end == ""
+
+
 def test_the_only_worker_that_leaves_before_the_first_step_ends_the_run():
     run = Run(1, max_restarts=0, members=False)
     run.ready(0)

@@ -17,6 +17,10 @@ becomes a member of the group when it has the state of the others. What its exit
 - any other exit code, such as that of an exception: the job fails. So does any exit code of a
   process that has no `ElasticRun` yet, whose exit handlers are not known to have run.
 
+While the run is stopped, members save what there is to save, and one that is lost does not matter
+if another has sent that it saved. If all have ended and none has, the job fails because of the
+loss.
+
 The losses of a rank are forgotten when a worker in it becomes a member. The first cause of a
 failure is the earliest loss that is not forgotten.
 """
@@ -284,7 +288,10 @@ class ReplaceLost(RestartPolicy):
         self._first_finished: RecordedExit | None = None  # the first exit with 0 of a member
         self._is_stopping = False
         self._is_preempted = False
+        self._is_ending = False  # what still runs is killed
         self._has_saved = False  # the worker that saves for all, if there is anything to save
+        self._is_departing = False  # a member has ended that had said it leaves
+        self._lost_unsaved: list[RecordedExit] = []  # members, while the run was stopped
         self._has_succeeded = False
         self._wants_restart = False
 
@@ -309,6 +316,7 @@ class ReplaceLost(RestartPolicy):
     def stop(self, *, is_preemption: bool) -> None:
         self._is_stopping = True
         self._is_preempted |= is_preemption
+        self._is_ending |= not is_preemption
         for worker in [*self._workers.values()]:
             if worker.state is WorkerState.WAITING:
                 self._cancel(worker)
@@ -404,9 +412,9 @@ class ReplaceLost(RestartPolicy):
 
     def _on_leaving(self, worker: _SupervisedWorker, now: float) -> None:
         """Replace a worker that others than the launcher told to leave, if it is needed."""
+        worker.state = WorkerState.LEAVING
         if self._is_stopping:
             return
-        worker.state = WorkerState.LEAVING
         others = [self._workers[rank] for rank in self._staying()]
         if len(others) + self._finished >= self._min_ranks:
             return
@@ -444,7 +452,7 @@ class ReplaceLost(RestartPolicy):
         is_lost = (result.code != 0 or has_more_to_do) and (is_killed or not is_orderly)
         is_lost &= not result.preempted
         if self._is_stopping:
-            return self._is_dispensable(worker, is_lost=is_lost)
+            return self._on_exit_while_stopping(worker, exit_, is_lost=is_lost)
         if worker.has_left or (worker.was_asked_to_leave and result.code):
             is_expected = result.preempted or result.code in (0, 128 + signal.SIGTERM)
             if not is_lost and not is_expected:
@@ -499,14 +507,39 @@ class ReplaceLost(RestartPolicy):
             return True
         return bool(staying) and staying + self._finished >= self._min_ranks
 
-    def _is_dispensable(self, worker: _SupervisedWorker, *, is_lost: bool) -> bool:
-        """Return whether the exit of a worker does not matter while the run is stopped."""
+    def _on_exit_while_stopping(
+        self, worker: _SupervisedWorker, exit_: RecordedExit, *, is_lost: bool
+    ) -> bool:
+        """Handle an exit while the run is stopped; return whether it does not matter."""
         if self._has_succeeded:
             return True
         if not self._is_preempted or not self._is_formed:
             return False
-        # Members save what there is to save, with or without the others.
-        return not worker.is_member or (is_lost and (self._has_member() or self._has_saved))
+        if not worker.is_member:
+            return True
+        self._is_departing |= worker.state is WorkerState.LEAVING
+        if exit_.result.code == 0 and not is_lost:
+            self._finished += 1
+        if is_lost and not self._is_ending and not self._has_saved:
+            self._lost_unsaved.append(exit_)
+        # Members save what there is to save, with or without those that are lost.
+        if self._has_member() or self._has_saved:
+            return is_lost
+        # Scripts that handle SIGTERM themselves also save themselves, and nobody tells of it.
+        if not self._lost_unsaved or not self._is_departing or self._finished:
+            return False
+        self._report_unsaved()
+        return is_lost
+
+    def _report_unsaved(self) -> None:
+        """Let a run that was stopped fail: the rank that was to save was lost."""
+        lost = [each.result.rank for each in self._lost_unsaved if each.result.rank is not None]
+        was = "was lost before it saved" if len(lost) == 1 else "were lost before they saved"
+        why = f"{format_ranks(sorted(lost))} {was}"
+        self._attempt.show(
+            f"stopped without saving: {why}; a restart continues from the last checkpoint"
+        )
+        self._fail(why, self._lost_unsaved[0])
 
     def _on_success(self, worker: _SupervisedWorker, exit_: RecordedExit) -> None:
         if worker.is_member:

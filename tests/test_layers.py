@@ -11,7 +11,7 @@ ROOT = Path(phalanx.__file__).parent
 PICTURE = Path(__file__).parents[1] / "docs" / "layers.svg"
 
 LAYERS = [
-    {"errors", "_faultpoints", "_signals", "_formatting"},
+    {"errors", "_faultpoints", "_signals", "_formatting", "_processes"},
     {"env"},
     {"native"},
     {"groups"},
@@ -32,6 +32,7 @@ TORCH_FREE = {
     "_faultpoints",
     "_signals",
     "_formatting",
+    "_processes",
     "_drop_in",
     "launch",
     "__init__",

@@ -6,6 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
+import threading
+import time
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from phalanx.errors import (
     InvalidType,
     MissingKeys,
 )
+from phalanx.groups._peers import process_state
 
 from .internals import (
     DirectoryLock,
@@ -154,6 +158,32 @@ def test_killed_job_releases_the_lock(tmp_path):
             filled(tmp_path, [1])
         process.send_signal(signal.SIGKILL)
     assert filled(tmp_path, [1]).steps() == [1]
+
+
+def test_a_save_waits_for_the_end_of_a_killed_one(tmp_path):
+    """The kernel shows a process as a zombie before it has closed its files."""
+    code = """
+        import ctypes, os, sys, threading
+        from phalanx.checkpoint._checkpoint_directory import LocalCheckpointDirectory
+        LocalCheckpointDirectory(sys.argv[1]).lock("the other job")
+
+        def end():
+            print(flush=True)
+            sys.stdin.readline()
+            os._exit(0)
+
+        threading.Thread(target=end).start()
+        SYS_exit = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+        ctypes.CDLL(None).syscall(SYS_exit, 0)  # this thread only
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), tmp_path]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == b"\n"
+        while process_state(process.pid) != "dead":
+            time.sleep(0.001)
+        threading.Timer(0.3, process.stdin.close).start()
+        assert filled(tmp_path, [1]).steps() == [1]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

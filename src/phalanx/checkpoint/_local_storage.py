@@ -25,12 +25,14 @@ import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from weakref import WeakSet
 
+from .._processes import read_stat
 from ..errors import CheckpointDirectoryInUse, SaveFailed
 from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, named_files
 from ._progress import Phase, ProgressMeter
@@ -52,6 +54,10 @@ _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 """Errors of fsync in a directory in which we cannot have created anything either."""
 _SAVE_ID = re.compile("[0-9a-f]{16}")
+_DYING_TIMEOUT = 5.0
+"""Seconds to wait for a lock of a process that was killed: the kernel closes its files only when it
+has freed its memory."""
+_DYING_INTERVAL = 0.01
 
 
 class DirectoryLock:
@@ -82,22 +88,34 @@ class DirectoryLock:
         raise CheckpointDirectoryInUse(f"cannot lock {target}: other jobs keep saving to it")
 
     def _acquire(self, target: str) -> None:
+        deadline = time.monotonic() + _DYING_TIMEOUT
+        while not self._try_lock(target):
+            if time.monotonic() >= deadline or not _is_held_by_dead(self._fd):
+                if self._try_lock(target):  # it was unlocked meanwhile
+                    return
+                raise CheckpointDirectoryInUse(
+                    f"{self._holder() or 'an unknown process'} is saving to {target}"
+                )
+            time.sleep(_DYING_INTERVAL)
+
+    def _try_lock(self, target: str) -> bool:
+        """Take the lock unless another process has it; True if the file system has no locks."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(self._fd, 1000, 0).decode(errors="replace")
             if error.errno == errno.EWOULDBLOCK:
-                raise CheckpointDirectoryInUse(
-                    f"{holder or 'an unknown process'} is saving to {target}"
-                ) from None
+                return False
             if error.errno not in _LOCKS_UNSUPPORTED:
                 raise OSError(error.errno, error.strerror, str(self._directory)) from None
-            if not holder:
-                return  # a file system without locks, and no previous owner
-            raise CheckpointDirectoryInUse(
-                f"{target} may be in use by {holder}: its file system has no locks "
-                f"({error.strerror}). If that job is dead, remove {self._directory}"
-            ) from None
+            if holder := self._holder():
+                raise CheckpointDirectoryInUse(
+                    f"{target} may be in use by {holder}: its file system has no locks "
+                    f"({error.strerror}). If that job is dead, remove {self._directory}"
+                ) from None
+        return True
+
+    def _holder(self) -> str:
+        return os.pread(self._fd, 1000, 0).decode(errors="replace")
 
     def release(self) -> None:
         """Remove the file and the directory, then unlock. Idempotent."""
@@ -112,6 +130,18 @@ class DirectoryLock:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _is_held_by_dead(fd: int) -> bool:
+    """Whether a process that has exited still holds the lock of a file on this machine."""
+    inode = str(os.fstat(fd).st_ino)
+    with suppress(OSError, IndexError, ValueError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            # 1: FLOCK  ADVISORY  WRITE 3185 fe:00:2483075 0 EOF
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode:
+                return read_stat(int(fields[4])).has_exited
+    return False
 
 
 def _open_lock(directory: Path) -> int:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from .._processes import read_stat
+
 
 @dataclass(frozen=True)
 class PeerProcess:
@@ -96,7 +98,7 @@ def process_state(pid: int) -> str:
 def _process_status(pid: int) -> tuple[str, str]:
     """Return the start time and state of a process; two empty strings if there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        stat = read_stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         if Path("/proc/self").exists():
             return "", ""
@@ -106,7 +108,4 @@ def _process_status(pid: int) -> tuple[str, str]:
             except ProcessLookupError:
                 return "", ""
         return "unknown", ""  # without /proc, any process with that pid counts as the same
-    # The command is in parentheses and may contain anything, so split after the last one.
-    fields = stat.rpartition(")")[2].split()
-    state, started = fields[0], fields[19]
-    return ("", "") if state in "ZX" else (started, state)  # a zombie is dead
+    return ("", "") if stat.has_exited else (stat.started, stat.state)

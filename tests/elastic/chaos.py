@@ -36,7 +36,7 @@ def _points(prefix, *names):
     return tuple(f"{prefix}:{name}" for name in names)
 
 
-JOINING = _points("elastic", "join", "forming", "formed", "transfer", "member")
+JOINING = _points("elastic", "join", "planned", "forming", "formed", "transfer", "member")
 LOOP = (
     *_points("elastic", "forward", "backward", "folded"),
     "ddp:reduce_fold",

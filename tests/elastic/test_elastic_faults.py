@@ -8,6 +8,7 @@ from textwrap import dedent
 
 import pytest
 
+from phalanx.checkpoint import CheckpointManager
 from phalanx.testing.faults import Fault, kill, run_elastic, stop
 
 PROLOGUE = """
@@ -340,3 +341,131 @@ def test_a_replacement_does_not_need_the_step_that_the_run_was_restored_from(tmp
     expected, outcome = outcome_of(tmp_path, body, fault)
     assert _results(outcome.output) == expected, outcome
     assert not (tmp_path / "elastic" / "step-00000006").exists(), "it is pruned long before"
+
+
+def test_a_worker_that_has_just_joined_may_be_the_only_survivor(tmp_path):
+    """It knows what the others reduced, also of parameters that their last micro-batch froze."""
+    body = """
+    import json, os, signal
+
+    is_alone = "PHALANX_ELASTIC" not in os.environ
+    worker = "" if is_alone else json.loads(os.environ["PHALANX_ELASTIC"])["worker"]
+
+    def end_rank_0(change):
+        if worker == "0.0" and change.kind == "joined":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run, loader = make(on_change=end_rank_0)
+    for step in run.steps(40):
+        if worker == "1.0" and step.number == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for micro in step.micro_batches(loader):
+            model[0].weight.requires_grad_(micro.number % 2 == 0)
+            micro.backward(nn.functional.mse_loss(model(micro.inputs), micro.targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        if worker == "0.0" and step.number > 5:
+            time.sleep(0.5)  # until the replacement joins
+    print("result:", run.hash())
+    """
+    expected, outcome = outcome_of(tmp_path, body, ranks=2)
+    assert _results(outcome.output) == expected, outcome
+    assert "0.0" in outcome.lost, outcome
+
+
+def test_a_rank_that_has_left_is_not_waited_for(tmp_path):
+    """Another dies while the smaller group forms, so that the old generation goes on."""
+    body = """
+    import json, os, signal
+
+    is_alone = "PHALANX_ELASTIC" not in os.environ
+    worker = "" if is_alone else json.loads(os.environ["PHALANX_ELASTIC"])["worker"]
+    run, loader = make(timeout=timedelta(seconds=8))
+    try:
+        for step in run.steps(30):
+            if worker == "2.0" and step.number == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+            train(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0 if is_alone else 0.05)
+    finally:
+        if worker == "2.0":
+            time.sleep(15)  # it cleans up
+            print("rank 2 has cleaned up")
+    print("result:", run.hash())
+    """
+    fault = Fault("elastic:forming", kill(), rank=1, nth=2)
+    expected, outcome = outcome_of(tmp_path, body, fault)
+    assert _results(outcome.output) == expected, outcome
+    assert "killing it" not in outcome.output, outcome
+    assert "rank 2 has cleaned up" in outcome.output, outcome
+
+
+@pytest.mark.parametrize("point", ["checkpoint:begin", "checkpoint:written"])
+def test_another_rank_saves_if_the_one_that_was_to_is_lost(tmp_path, point):
+    body = f"""
+    import os, signal
+
+    run, loader = make()
+    run.restore({str(tmp_path / "checkpoints")!r})
+    for step in run.steps(1000):
+        train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.number == 10 and run.is_leader:
+            os.kill(os.getppid(), signal.SIGTERM)
+    """
+    script = tmp_path / "train.py"
+    script.write_text(PROLOGUE + dedent(body))
+    fault = Fault(point, kill(), once=True)  # only one rank saves
+    outcome = run_elastic(script, ranks=3, faults=[fault], timeout=TIMEOUT)
+    assert outcome.exit_code == 75, outcome
+    assert not outcome.missed, outcome
+    assert re.search(r"saving step \d+", outcome.output), outcome
+    assert CheckpointManager(tmp_path / "checkpoints").latest() is not None, outcome
+
+
+def test_a_worker_joins_though_the_author_of_its_plan_is_lost(tmp_path):
+    """The author leaves and is no member of the plan, so that its death does not abandon it."""
+    body = """
+    import json, os, signal
+    from phalanx import _faultpoints
+
+    is_alone = "PHALANX_ELASTIC" not in os.environ
+    worker = "" if is_alone else json.loads(os.environ["PHALANX_ELASTIC"])["worker"]
+    run, loader = make(timeout=timedelta(seconds=60))
+    is_first = worker.endswith(".0")
+    leaves = False
+
+    def end_author(point):
+        if point == "elastic:planned" and leaves:
+            print("the author of the plan ends")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if not is_alone:
+        _faultpoints.arm(end_author)
+    ended = None
+    for step in run.steps(200):
+        if ended is not None:
+            print("waited:", time.monotonic() - ended)
+        if worker == "1.0" and step.number == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_first and step.number == 12 and run.is_leader:
+            known = run._worker.known_requests
+            while run._worker.known_requests == known:  # a replacement asks to join
+                time.sleep(0.01)
+            leaves = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # until it can be known
+        train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0 if is_alone else 0.02)
+        ended = time.monotonic()
+    print("result:", run.hash())
+    """
+    expected, outcome = outcome_of(tmp_path, body, ranks=3)
+    assert _results(outcome.output) == expected, outcome
+    assert "the author of the plan ends" in outcome.output, outcome
+    assert max(map(float, re.findall("waited: (.*)", outcome.output))) < 20, outcome

@@ -303,7 +303,7 @@ class ElasticWorker:
         self._must_plan = True
         self._regrouped_section = section
         now = {each.number for each in self._generations.members}
-        self._announce(run, "lost", [each for each in before if each.number not in now])
+        self._announce_gone(run, [each for each in before if each.number not in now])
         return True
 
     def change_members(self, run: ElasticRun) -> None:
@@ -331,22 +331,25 @@ class ElasticWorker:
             return
         staying = {each.number for each in plan.members}
         self._begin_generation(run, plan)
-        gone = [each for each in before if each.number not in staying]
-        left = generations.find_leaving(gone)
-        self._announce(run, "left", left)
-        self._announce(run, "lost", [each for each in gone if each not in left])
+        self._announce_gone(run, [each for each in before if each.number not in staying])
 
     def _depart(self, run: ElasticRun, departure: Departure) -> NoReturn:
         if not departure.everybody:
             self._channel.tell("left")
             raise SystemExit(0)
-        if departure.must_save:
+        if self._generations.must_save(departure):
             saved = run._save_on_departure()
             step = run.completed_steps
             how = f"saving step {step}" if saved else f"step {step}; not saved: no run.restore()"
             print(f"{PREEMPTED_MESSAGE} after {how}", file=sys.stderr, flush=True)
             self._channel.tell("saved")
+            self._generations.note_saved(departure)
         raise SystemExit(PREEMPTED_EXIT_CODE)
+
+    def _announce_gone(self, run: ElasticRun, members: list[Member]) -> None:
+        left = self._generations.find_leaving(members)
+        self._announce(run, "left", left)
+        self._announce(run, "lost", [each for each in members if each not in left])
 
     def _announce(
         self,

@@ -30,11 +30,12 @@ join and ``*`` marks a key whose first value stays (compare-and-set):
 
 =================================  ==============================================================
 ``request/<n>`` *                  a worker that asks to join; read by the author of a plan
-``withdrawn/<n>``                  worker n, which became a member without the state; read by all
+``withdrawn/<n>``                  worker n, which became a member without the state, or has left;
+                                   read by all
 ``leaving/<n>``                    worker n, which was told to leave; read by the author of a plan,
                                    and by members to tell it from a lost one
 ``changes``                        counter of requests to join or leave; polled by all members
-``invitation/<n>``                 the id of a plan, from its author to worker n
+``invitation/<n>``                 the id of a plan, from its members to worker n
 ``plan/<id>``                      a plan, from all that know it; read by those it invites
 ``formed/<id>/<n>``                "" or an error, from worker n; read for the decision
 ``decision/<id>`` *                "commit" or "abandon", from the plan's first living member;
@@ -49,6 +50,8 @@ join and ``*`` marks a key whose first value stays (compare-and-set):
 ``bootstrap/<generation>/<try>`` * a plan for workers without members, from the first of them
 ``.../<try>/counted`` *            who counts an abandoned try in the counter ``.../abandoned``
 ``failed`` *                       a mistake, from the rank that made it; read before a recovery
+``saved/<id>``                     the state is saved after all have left, from the one that did;
+                                   read by those that wait for it
 ``over``                           all steps are completed; read by workers that wait
 ``run_of/<worker>`` *              the only `ElasticRun` of a worker; read by that worker
 =================================  ==============================================================
@@ -163,11 +166,15 @@ class NotNeeded(Exception):
 class Departure(Exception):
     """This worker has left the run, alone or with everybody else."""
 
-    def __init__(self, *, everybody: bool, must_save: bool) -> None:
+    def __init__(self, plan: Plan, members: list[Member]) -> None:
         super().__init__("this worker left the run")
-        self.everybody = everybody
-        self.must_save = must_save
-        """Whether this worker saves, if everybody has left: the one that wrote the plan."""
+        self.plan = plan
+        self.members = members
+        """Those of the generation that it has left."""
+
+    @property
+    def everybody(self) -> bool:
+        return not self.plan.members
 
 
 class _Committed(PhalanxError):
@@ -639,7 +646,7 @@ class Generations:
         while True:
             plan = self._read(place, Plan)
             if plan is not None:
-                self._set(f"plan/{plan.id}", plan)
+                self._announce_plan(plan)
                 return plan
             living = [each for each in self.members if not self._is_gone(each)]
             if living[0].number == self.member.number:
@@ -647,9 +654,9 @@ class Generations:
                     proposal = self._propose(living, requests)
                 if proposal is not None:
                     plan = self._write_once(place, proposal, Plan)
-                    self._set(f"plan/{plan.id}", plan)
-                    for each in plan.members:
-                        self._set(f"invitation/{each.number}", plan.id)
+                    if faultpoints.armed:
+                        faultpoints.reach("elastic:planned")
+                    self._announce_plan(plan)
                     return plan
                 # The launcher starts a replacement, or ends the run: it sets the deadline.
                 if time.monotonic() >= reported + self._timing.shortage_interval:
@@ -660,6 +667,18 @@ class Generations:
                     self._fence(living[:1], f"did not end its step within {self._timeout:g} s")
                 deadline = time.monotonic() + self._timeout
             time.sleep(self._timing.poll_interval)
+
+    def _announce_plan(self, plan: Plan) -> None:
+        """Let workers that join find a plan.
+
+        All members of it do, since the one that wrote it may be lost. One that leaves does not: it
+        could be so late that it replaces the next invitation.
+        """
+        self._set(f"plan/{plan.id}", plan)
+        if self.member in plan.members:
+            for each in plan.members:
+                if each not in self.members:
+                    self._set(f"invitation/{each.number}", plan.id)
 
     def _propose(self, living: list[Member], handled_requests: int) -> Plan | None:
         """Return a plan, or None while there are fewer workers than the minimum."""
@@ -696,8 +715,31 @@ class Generations:
     def _leave(self, plan: Plan) -> NoReturn:
         if faultpoints.armed:
             faultpoints.reach("elastic:leave")
+        if plan.members:
+            # The others may abandon the plan: they must not wait for this worker then.
+            self._set(f"withdrawn/{self.member.number}")
+        departure = Departure(plan, self.members)
         self._leave_group("it left")
-        raise Departure(everybody=not plan.members, must_save=plan.author == self.member.number)
+        raise departure
+
+    def must_save(self, departure: Departure) -> bool:
+        """Whether this worker is to save after all have left; waits for another that is.
+
+        It is the first living one. The others wait until it has saved, since it may die.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not self._has(f"saved/{departure.plan.id}") and not self._has("failed"):
+            first = next(each for each in departure.members if not each.process.is_dead)
+            if first.number == self.member.number:
+                return True
+            if time.monotonic() >= deadline and first.process.is_stopped:
+                self._fence([first], "is stopped and was to save")
+            time.sleep(self._timing.poll_interval)
+        return False
+
+    def note_saved(self, departure: Departure) -> None:
+        """Tell the others that have left that they need not save."""
+        self._set(f"saved/{departure.plan.id}")
 
     def _leave_group(self, why: str) -> None:
         group, self.group, self.members = self.group, None, []

@@ -550,9 +550,10 @@ class ElasticRun:
     def _attach(self, group: ProcessGroup) -> None:
         """Continue with another group; all of its ranks call this.
 
-        A worker without the state of the run also learns which parameters the others have frozen,
-        which no state dict has. Members may be a section apart, and their scripts may freeze or
-        unfreeze some in between: they keep theirs.
+        A worker without the state of the run also learns what no state dict has: which parameters
+        the others have frozen, and which they reduce. They may all be lost before the next loop.
+        Members may be a section apart, and their scripts may freeze or unfreeze some in between:
+        they keep theirs.
         """
         if self._has_reducer:
             self._progress = self._reducer.names, self._reducer.progress()
@@ -560,8 +561,10 @@ class ElasticRun:
         self._comm = Communicator(group, self._device)
         self._divide_equally()
         self._buffers.attach(self._comm, self._plan)
-        trainable = json.loads(self._comm.exchange(json.dumps(self._trainable()))[0])
+        mine = self._trainable(), self._progress[0]
+        trainable, reduced = json.loads(self._comm.exchange(json.dumps(mine))[0])
         if not self._is_member:
+            self._progress = reduced, None
             for name, parameter in self._named:
                 if parameter.requires_grad != (name in trainable):
                     parameter.requires_grad_(name in trainable)

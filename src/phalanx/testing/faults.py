@@ -23,6 +23,7 @@ Bodies add points with `reach`.
 Those of `phalanx.elastic.ElasticRun`, in the order of a run:
 
 ``elastic:join``              a worker has written its request to join
+``elastic:planned``           a member has written a plan, which others are to join
 ``elastic:forming``           before the group of a plan forms
 ``elastic:formed``            after it has formed, or has failed to
 ``elastic:transfer``          after each piece of the state, on all ranks

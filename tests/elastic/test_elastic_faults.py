@@ -159,30 +159,58 @@ def test_all_ranks_raise_the_exception_of_one(tmp_path):
     assert all("ValueError: no such sample" in each for each in raised), outcome
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("'gloo'", "init_process_group()"),
-        ("'gloo', store=store, rank=int(RANK), world_size=2", "a process group of 2 ranks"),
-    ],
-)
-def test_a_group_of_the_scripts_own_is_refused(tmp_path, arguments, named):
+def test_a_group_of_the_scripts_own_is_refused(tmp_path):
     """A replacement would wait in it for ranks that have passed it."""
+    uses = {
+        "dist.init_process_group('gloo')": "init_process_group()",
+        "phalanx.groups.new_group()": "new_group()",
+        "phalanx.DDP(model)": "DistributedDataParallel",
+        "ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)": "ShardedOptimizer",
+        "phalanx.gather_uneven(inputs)": "gather_uneven()",
+        "form_a_group(); make()": "a process group of 2 ranks",
+    }
     body = f"""
     import os
+    import phalanx
+    import phalanx.groups
     import torch.distributed as dist
-    RANK = os.environ["RANK"]
-    store = dist.FileStore(__file__ + ".store", 2)
-    dist.init_process_group({arguments})
-    make()
+    from phalanx.ddp import ShardedOptimizer
+    from phalanx.errors import InvalidState
+
+    def form_a_group():
+        store = dist.FileStore(__file__ + ".store", 2)
+        dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+
+    for use in {list(uses)!r}:
+        try:
+            exec(use)
+        except InvalidState as error:
+            print("refused:", error)
     """
     script = tmp_path / "train.py"
     script.write_text(PROLOGUE + dedent(body))
     outcome = run_elastic(script, ranks=2, timeout=TIMEOUT)
-    assert outcome.exit_code == 1, outcome
-    message = f"InvalidState: {named} is not available under `phalanx run --elastic`"
-    assert message in outcome.output, outcome
+    for named in uses.values():
+        message = f"refused: {named} is not available under `phalanx run --elastic`"
+        assert outcome.output.count(message) == 2, (named, outcome)
     assert "use run.evaluate(), step.loss" in outcome.output
+
+
+def test_a_sharded_optimizer_is_refused(tmp_path):
+    body = """
+    from phalanx.ddp import ShardedOptimizer
+    from phalanx.groups import new_group
+    from torch.distributed import HashStore
+
+    alone = new_group("local", store=HashStore(), rank=0, world_size=1)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=alone, lr=1.0)
+    make()
+    """
+    script = tmp_path / "train.py"
+    script.write_text(PROLOGUE + dedent(body))
+    outcome = run_elastic(script, ranks=1, timeout=TIMEOUT)
+    assert outcome.exit_code == 1, outcome
+    assert "Use a plain optimizer, or run without --elastic" in outcome.output, outcome
 
 
 @pytest.mark.parametrize("end", ["break", "raise SystemExit(0)", "run.close(); raise SystemExit"])

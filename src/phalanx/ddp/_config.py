@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..env import refuse_in_elastic_run
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ..groups._call_site import warn_user
 from ..groups._current_group import default_group
@@ -30,9 +31,10 @@ cache when they are reduced."""
 MAX_CAP_MIB = 1 << 40  # more than any module has, so that infinity means one bucket
 
 
-def require_default_group() -> dist.ProcessGroup:
+def require_default_group(user: str = "DistributedDataParallel") -> dist.ProcessGroup:
     group = default_group()
     if group is None:
+        refuse_in_elastic_run(user)
         raise InvalidArgument(
             "there is no group to reduce gradients in. Pass process_group=phalanx.groups."
             "new_group(), or enter one: with phalanx.groups.process_group(group)"
@@ -40,7 +42,9 @@ def require_default_group() -> dist.ProcessGroup:
     return group
 
 
-def resolve_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
+def resolve_group(
+    process_group: Any, device_mesh: Any, *, user: str = "DistributedDataParallel"
+) -> dist.ProcessGroup:
     if process_group is not None and device_mesh is not None:
         raise InvalidState("pass process_group or device_mesh, not both")
     if device_mesh is not None:
@@ -51,7 +55,7 @@ def resolve_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
             )
         process_group = device_mesh.get_group(mesh_dim=0)
     if process_group is None:
-        return require_default_group()
+        return require_default_group(user)
     if not isinstance(process_group, dist.ProcessGroup):
         is_outside = process_group is dist.GroupMember.NON_GROUP_MEMBER
         kind = "NON_GROUP_MEMBER" if is_outside else type(process_group).__name__

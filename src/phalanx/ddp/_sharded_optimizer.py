@@ -244,7 +244,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         given: Any = process_group
         if given is dist.GroupMember.NON_GROUP_MEMBER:
             raise InvalidArgument("this rank is not in the process group")
-        group = resolve_group(given, None)
+        group = resolve_group(given, None, user="ShardedOptimizer")
         self._collected: tuple[int, OptimizerStates | None] | None = None
         """The rank that has collected the state since the last step, and what it has collected."""
         Joinable.__init__(self)

@@ -53,6 +53,7 @@ from ..errors import (
     InvalidArgument,
     InvalidState,
     InvalidType,
+    PeerLost,
     PhalanxError,
     RankMismatch,
     RendezvousError,
@@ -532,6 +533,8 @@ class ElasticRun:
 
     def _raise_unless_recoverable(self, error: BaseException) -> None:
         if self._worker is None:
+            if isinstance(error, PeerLost):
+                error.add_note("With `phalanx run --elastic` the other ranks would go on.")
             raise error
         self._worker.raise_unless_recoverable(error)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from .._formatting import dtype_name
+from ..env import refuse_in_elastic_run
 from ..errors import InvalidArgument, InvalidType, MisuseError, PeerLeft, RankMismatch
 from ..groups._current_group import default_group
 from ..groups._reductions import as_bytes
@@ -218,6 +219,7 @@ def gather_uneven(
     """
     group = default_group() if group is None else group
     if not isinstance(group, dist.ProcessGroup):
+        refuse_in_elastic_run("gather_uneven()")
         raise InvalidArgument(
             "gather_uneven has no group: pass one, or enter it with "
             "phalanx.groups.process_group(group)"

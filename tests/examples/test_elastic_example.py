@@ -3,7 +3,10 @@
 import contextlib
 import io
 import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,3 +47,15 @@ def test_elastic_example_ends_with_one_hash(ranks, tmp_path):
     output = ranks.run(run_main, 4, kwargs=directory, timeout=60)[0]
     assert "continuing after step 23" in output
     assert digest(output) == digest(alone)
+
+
+def test_elastic_example_survives_kills():
+    script = Path(__file__).parents[2] / "examples" / "elastic.py"
+    command = [sys.executable, script, "--chaos", "--steps=80"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kills, before, after = re.search(
+        r"(\d+) kills; undisturbed (\w{32}), with kills (\w{32})\n", done.stdout
+    ).groups()
+    assert int(kills) > 0
+    assert before == after

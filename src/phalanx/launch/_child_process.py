@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from .._processes import read_stat
 from ._error_reports import ErrorReportFilter
 from ._outcome import RankExit
 from ._worker_channel import WorkerChannel
@@ -104,13 +105,12 @@ def with_orphans(children: Iterable[ChildProcess]) -> list[ChildProcess]:
     if not exited or not Path("/proc/self/stat").exists():
         return list(exited.values())
     living, reused = set(), set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
         with suppress(OSError):
-            # The command name before this is in parentheses and may contain anything.
-            state, _, group = path.read_bytes().rpartition(b")")[2].split()[:3]
-            if int(group) in exited and state not in b"ZX":
-                living.add(int(group))
+            stat = read_stat(pid)
+            if stat.group in exited and not stat.has_exited:
+                living.add(stat.group)
                 # The leaders have exited. If one exists, the kernel has reused its id.
-                if path.parent.name == group.decode():
-                    reused.add(int(group))
+                if pid == stat.group:
+                    reused.add(stat.group)
     return [exited[group] for group in sorted(living - reused)]

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_type_hints
 
+from .._processes import read_stat
 from ..errors import InvalidArgument, InvalidState
 from ._control_socket import is_listening
 
@@ -238,12 +239,10 @@ def _is_running(info: RunInfo) -> bool:
 
 def _process_start(pid: int) -> int | None:
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
+        found = read_stat(pid)
     except OSError:
         return None
-    # The command name before this is in parentheses and may contain anything.
-    state, *fields = text.rpartition(b")")[2].split()
-    return None if state in b"ZX" else int(fields[18])
+    return None if found.has_exited else int(found.started)
 
 
 def _age(path: Path) -> float:

@@ -225,7 +225,7 @@ class ElasticWorker:
             self._channel.tell("ready", max_members=self._max_members)
         while not self.is_member:
             try:
-                plan = self._generations.join(run._reload_checkpoint)
+                plan = self._generations.join(run._restore_for_all)
             except NotNeeded:
                 if self._generations.is_leaving:
                     self._channel.tell("left")
@@ -338,7 +338,7 @@ class ElasticWorker:
             self._channel.tell("left")
             raise SystemExit(0)
         if self._generations.must_save(departure):
-            saved = run._save_on_departure()
+            saved = run._save_before_exit()
             step = run.completed_steps
             how = f"saving step {step}" if saved else f"step {step}; not saved: no run.restore()"
             print(f"{PREEMPTED_MESSAGE} after {how}", file=sys.stderr, flush=True)

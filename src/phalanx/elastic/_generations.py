@@ -296,15 +296,15 @@ class Generations:
 
     # -- joining -----------------------------------------------------------------------------
 
-    def join(self, reload: Callable[[bool], object] | None) -> Plan:
+    def join(self, restore: Callable[[bool], object]) -> Plan:
         """Wait until this worker is a member; return the plan that made it one.
 
-        `reload` restores a checkpoint, for a generation none of whose members has the state; it is
-        told whether this is the first one of the attempt.
+        `restore` loads a checkpoint, if there is one, for a generation none of whose members has
+        the state; it is told whether this is the first one of the attempt.
         """
         self._request_to_join()
         while True:
-            plan = self._await_plan(reload)
+            plan = self._await_plan(restore)
             group = self._form_planned(plan)
             if group is not None:
                 self._note_considered(plan)
@@ -331,7 +331,7 @@ class Generations:
         if faultpoints.armed:
             faultpoints.reach("elastic:join")
 
-    def _await_plan(self, reload: Callable[[bool], object] | None) -> Plan:
+    def _await_plan(self, restore: Callable[[bool], object]) -> Plan:
         """Wait for a plan with this worker in it; bootstrap a generation if there is none."""
         mine, began, seen = self.member.number, time.monotonic(), ""
         while True:
@@ -346,12 +346,12 @@ class Generations:
             record = self._read("generation", GenerationRecord)
             self.number = 0 if record is None else record.number
             if record is None or all(self._is_gone(each) for each in record.members):
-                plan = self._bootstrap(began, reload)
+                plan = self._bootstrap(began, restore)
                 if plan is not None:
                     return plan
             time.sleep(self._timing.poll_interval * 2)
 
-    def _bootstrap(self, began: float, reload: Callable[[bool], object] | None) -> Plan | None:
+    def _bootstrap(self, began: float, restore: Callable[[bool], object]) -> Plan | None:
         """Plan the first generation, or the first after all members were lost.
 
         The living worker with the lowest request number writes the plan; an abandoned plan is
@@ -366,8 +366,7 @@ class Generations:
             ready = is_complete or (is_late and len(workers) >= self._min_members)
             if not ready or workers[0].number != self.member.number:
                 return None
-            if reload is not None:
-                reload(self.number == 0)
+            restore(self.number == 0)
             proposal = self._make_plan(
                 [],
                 workers,

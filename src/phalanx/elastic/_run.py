@@ -23,13 +23,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 
 from .. import _faultpoints as faultpoints
@@ -70,9 +68,12 @@ from ._evaluation import Evaluation
 from ._loader import ElasticLoader
 from ._micro_batches import COMMITTED_WITHOUT_ALL, Step
 from ._randomness import derive_seed, seed_generators
+from ._run_checkpoints import RestoreRequest, RunCheckpoints
 from ._run_state import RunPosition, RunState, current_fingerprint, receive_state, send_state
 
 SEED_LIMIT = 1 << 63
+
+P = ParamSpec("P")
 
 
 class ElasticRun:
@@ -159,12 +160,6 @@ class ElasticRun:
         self._optimized = -1  # how many parameters the optimizers had at the last check
         self.loaders: list[ElasticLoader] = []
         self._current_step: Step | None = None
-        self._checkpoints: CheckpointManager | None = None
-        self._reload_checkpoint: Callable[[bool], int] | None = None
-        """Restores what `restore` was asked for, in the worker that begins a generation without
-        the state; it is told whether the generation is the first."""
-        self._saved_step: int | None = None  # when all ranks called `save` last
-        self._written_step: int | None = None  # the checkpoint that this rank has written or read
         self._evaluation_calls = 0
         self._on_change = on_change
         self._may_rebalance = rebalance
@@ -181,6 +176,7 @@ class ElasticRun:
             seed=self.seed,
             micro_batches=self.micro_batches,
         )
+        self._checkpoints = RunCheckpoints(self._run_state, _weakly(self._report_differences))
         self._has_reducer = False
         self._contributions: Contributions | None = None  # None without a reducer
         self._progress: tuple[list[str], list[int] | None] = [], None
@@ -621,132 +617,47 @@ class ElasticRun:
         ``rewind=True``. In an elastic run the first members do that, and what starts later
         continues from a member, or from the newest checkpoint.
         """
-        if rewind and step is None:
-            raise InvalidArgument("rewind=True needs step=, the step to continue from")
+        request = RestoreRequest(directory=directory, step=step, rewind=rewind, options=options)
         self._end_step()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        if self._has_dynamic_membership:
-            if self._is_member:
-                raise InvalidState("call run.restore() before the first step of an elastic run")
-            assert self._worker is not None
-            has_begun = self._worker.has_run_begun
-            self._reload_checkpoint = partial(
-                self._restore_for_all, directory, step, options, has_begun=has_begun, rewind=rewind
-            )
-            # The later steps are removed when the first generation begins, by one worker.
-            step = None if rewind and has_begun else step
-            return self._restore(directory, step, options, has_begun=has_begun)
-        steps = self._restore(directory, step, options)
-        if rewind and step is not None:
-            self._rewind(directory, step)
-        return steps
+        if self._worker is None:
+            return self._checkpoints.restore(request, self.group)
+        if self._is_member:
+            raise InvalidState("call run.restore() before the first step of an elastic run")
+        # The later steps are removed when the first generation begins, by one worker.
+        has_begun = self._worker.has_run_begun
+        return self._checkpoints.restore(request, None, has_begun=has_begun, may_rewind=False)
 
-    def _restore_for_all(
-        self,
-        directory: str | os.PathLike[str],
-        step: int | None,
-        options: dict[str, Any],
-        is_first: bool,
-        *,
-        has_begun: bool,
-        rewind: bool,
-    ) -> int:
-        """Restore in the worker that begins a generation, from which the others get the state.
+    def _restore_for_all(self, is_first: bool) -> None:
+        """Restore what the script asked for, in a worker that begins a generation without members.
 
-        A run that was rewound has only checkpoints of its own, so its newest is the right one.
+        The others get the state from it. `is_first`: whether it is the first one of the attempt.
         """
-        has_begun |= not is_first
-        step = None if rewind and has_begun else step
-        steps = self._restore(directory, step, options, has_begun=has_begun)
-        if rewind and step is not None:
-            self._rewind(directory, step)
-        return steps
-
-    def _open_checkpoints(
-        self, directory: str | os.PathLike[str], **options: Any
-    ) -> CheckpointManager:
-        # All ranks of an elastic run have the same state, and none waits for another to save it.
-        group = _alone() if self._has_dynamic_membership else self.group
-        return CheckpointManager(directory, group=group, **options)
-
-    def _rewind(self, directory: str | os.PathLike[str], step: int) -> None:
-        # A manager of its own: one that has changed the directory keeps others from saving there.
-        checkpoints = self._open_checkpoints(directory)
-        try:
-            checkpoints.rewind(step)
-        finally:
-            checkpoints.close()
-
-    def _restore(
-        self,
-        directory: str | os.PathLike[str],
-        step: int | None,
-        options: dict[str, Any],
-        *,
-        has_begun: bool = False,
-    ) -> int:
-        if self._has_dynamic_membership and self._checkpoints is not None:
-            self._checkpoints.close()
-        checkpoints = self._open_checkpoints(directory, **options)
-        self._checkpoints, self._saved_step, self._written_step = checkpoints, None, None
-        # The run may have saved later steps and removed the one it began with.
-        if step is None or (has_begun and step not in checkpoints.steps()):
-            step = checkpoints.latest()
-        state = self._run_state
-        if step is None:
-            return state.position.steps
-        # First, so that nothing has changed if it raises.
-        saved = checkpoints.load(step, {"elastic": None})["elastic"]
-        self._report_differences(state.differences(saved))
-        state.prepare_load(saved)
-        with self._buffers.loadable():
-            loaded = checkpoints.load(step, {**state.objects(), "buffers": None})
-        state.resume(saved, loaded["buffers"])
-        self._saved_step = self._written_step = state.position.steps
-        return state.position.steps
+        assert self._worker is not None
+        request, has_begun = self._checkpoints.request, self._worker.has_run_begun or not is_first
+        if request is not None:
+            self._checkpoints.restore(request, None, has_begun=has_begun)
 
     @property
     def checkpoints(self) -> CheckpointManager | None:
         """The checkpoints of the directory that `restore` was given, or None."""
-        return self._checkpoints
+        return self._checkpoints.manager
 
     def save(self, directory: str | os.PathLike[str] | None = None) -> None:
         """Save the run, to `directory` or to the one passed to `restore`; every rank calls it."""
-        if directory is not None:
-            checkpoints = self._open_checkpoints(directory)
-        elif self._checkpoints is None:
-            raise InvalidState(
-                "there is no directory to save to. Call run.restore(directory) before the loop (it "
-                "may be empty), or run.save(directory)"
-            )
-        else:
-            checkpoints = self._checkpoints
         self._check_between_loops("run.save()")
         self._check_parameters()
         self._check_whole_step()
-        if not self._has_dynamic_membership or self.is_leader:
-            if faultpoints.armed:
-                faultpoints.reach("elastic:save")
-            checkpoints.save(self.completed_steps, self._run_state.to_save(self._position))
-            if faultpoints.armed:
-                faultpoints.reach("elastic:saved")
-            if directory is None:
-                self._written_step = self.completed_steps
-        if directory is not None:
-            checkpoints.close()
-        else:
-            self._saved_step = self.completed_steps
+        has_fixed_membership = self._worker is None
+        self._checkpoints.save(
+            self._position,
+            self.group if has_fixed_membership else None,
+            directory,
+            writes=has_fixed_membership or self.is_leader,
+        )
 
-    def _save_on_departure(self) -> bool:
+    def _save_before_exit(self) -> bool:
         """Save before all workers leave; return whether there is a directory to save to."""
-        if self._checkpoints is None:
-            return False
-        step = self.completed_steps
-        # A leader before this one may have been lost while it saved.
-        if self._written_step != step and self._checkpoints.latest() != step:
-            self._checkpoints.save(step, self._run_state.to_save(self._position))
-        return True
+        return self._checkpoints.save_before_exit(self._position)
 
     def _check_whole_step(self) -> None:
         step, before = self._current_step, self._run_state.position.loops
@@ -761,7 +672,7 @@ class ElasticRun:
         """Save if the number of steps is a multiple of `steps`; return whether it was saved now."""
         interval = _check_integer("steps", steps, 1)
         step = self.completed_steps
-        if step % interval or step == self._saved_step:
+        if step % interval or self._checkpoints.is_saved(step):
             return False
         self.save()
         return True
@@ -836,8 +747,7 @@ class ElasticRun:
         self._close_reducer()
         if self._worker is not None:
             self._worker.close()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        self._checkpoints.close()
         if self._owns_group:
             self.group.shutdown()
 
@@ -868,11 +778,6 @@ def _refuse_sharded(optimizers: Sequence[Optimizer]) -> None:
             "a ShardedOptimizer keeps each state on one rank only, and an elastic run could lose "
             "it. Use a plain optimizer, or run without --elastic"
         )
-
-
-def _alone() -> ProcessGroup:
-    """Return a group of this process only, for checkpoints that one rank saves for all."""
-    return new_group("local", store=HashStore(), rank=0, world_size=1, name="alone")
 
 
 def _inspect(model: Any) -> ModuleInventory:
@@ -940,14 +845,14 @@ def _use_deterministic_algorithms(strict: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[P, None]) -> Callable[P, None]:
     """Return a function that calls a method while its object is alive, without keeping it so."""
     weak = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
         alive = weak()
         if alive is not None:
-            alive()
+            alive(*args, **kwargs)
 
     return call
 

@@ -19,7 +19,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import _faultpoints as faultpoints
-from ..checkpoint import Replicated
+from ..checkpoint import CheckpointManager, Replicated
 from ..checkpoint._state_encoding import decode, encode
 from ..checkpoint._state_tree import Node, TensorLeaf, leaves, parse_state, rebuild_state
 from ..checkpoint._tensor_file import DTYPES
@@ -174,6 +174,17 @@ class RunState:
             for names in groups[len(optimizer.param_groups) :]:
                 added = [(n, parameters[n]) if has_names else parameters[n] for n in names]
                 optimizer.add_param_group({"params": added})
+
+    def load_checkpoint(
+        self, checkpoints: CheckpointManager, step: int, report: Callable[[list[str]], None]
+    ) -> None:
+        """Continue from a checkpoint; `report` may raise for what differs from the saved run."""
+        saved = checkpoints.load(step, {"elastic": None})["elastic"]
+        report(self.differences(saved))  # first, so that nothing has changed if it raises
+        self.prepare_load(saved)
+        with self._buffers.loadable():
+            loaded = checkpoints.load(step, {**self.objects(), "buffers": None})
+        self.resume(saved, loaded["buffers"])
 
     def values(self, now: RunPosition) -> dict[str, Any]:
         """Return what a checkpoint has, without what tells ranks how to save it."""

@@ -134,6 +134,52 @@ def test_the_memory_of_lost_groups_is_freed_without_a_garbage_collection(tmp_pat
     assert "regions: 1 world size: 1" in outcome.output
 
 
+RESOURCES = """
+import os, sys
+import torch
+from phalanx.elastic import ElasticRun
+
+def note(change):
+    memory = next(line for line in open("/proc/self/smaps_rollup") if line.startswith("Pss:"))
+    counts = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
+    maps = sum("memfd" in line or "/dev/shm" in line for line in open("/proc/self/maps"))
+    print(change.kind, *counts, maps, int(memory.split()[1]) // 1024, flush=True)
+
+net = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+run = ElasticRun(net, optimizer, micro_batches=4, backend=sys.argv[1], on_change=note)
+for step in run.steps(60):
+    for micro in step.micro_batches():
+        micro.backward(net(torch.randn(8, 512)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_survivor_keeps_nothing_of_lost_ranks(tmp_path, backend):
+    """Neither descriptors nor threads, regions or memory, however often the other rank is lost."""
+    script, kills = tmp_path / "train.py", 6
+    script.write_text(RESOURCES)
+    faults = [
+        Fault("elastic:backward", kill(), rank=1, nth=5, incarnation=number)
+        for number in range(kills)
+    ]
+    # With two ranks as the minimum, the survivor waits for every replacement.
+    outcome = run_elastic(
+        script, [backend], ranks=2, min_ranks=2, faults=faults, options=["--standby"], timeout=240
+    )
+    assert outcome.exit_code == 0, str(outcome)
+    assert not outcome.leaks, str(outcome)
+    lines = [line.split() for line in outcome.output.splitlines() if "[rank 0] joined" in line]
+    found = [[int(word) for word in line[3:]] for line in lines]
+    assert len(found) == kills, str(outcome)
+    # The first group was formed by another path than the ones that follow.
+    early, late = found[1], found[-1]
+    assert late[:3] <= early[:3], found
+    assert late[3] <= early[3] + 16, found  # MiB; a copy of the gradients has 1
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_what_a_rank_had_not_published_is_run_again(tmp_path, backend):
     """Without shared memory nothing is published, and all points come to the same."""

@@ -11,7 +11,7 @@ ROOT = Path(phalanx.__file__).parent
 PICTURE = Path(__file__).parents[1] / "docs" / "layers.svg"
 
 LAYERS = [
-    {"errors", "_faultpoints", "_signals", "_formatting", "_processes"},
+    {"errors", "_faultpoints", "_signals", "_formatting", "_processes", "_control_client"},
     {"env"},
     {"native"},
     {"groups"},
@@ -33,6 +33,7 @@ TORCH_FREE = {
     "_signals",
     "_formatting",
     "_processes",
+    "_control_client",
     "_drop_in",
     "launch",
     "__init__",

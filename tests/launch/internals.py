@@ -1,5 +1,6 @@
 """The private names that tests of this package use; everything else is public."""
 
+from phalanx._control_client import send_request
 from phalanx._formatting import format_age, format_size
 from phalanx.checkpoint._checkpoint_directory import LocalCheckpointDirectory
 from phalanx.checkpoint._manifest import Manifest
@@ -7,7 +8,7 @@ from phalanx.env import _quotas
 from phalanx.groups import _store
 from phalanx.launch import _checkpoint_commands, _doctor, _error_reports, _orphan_guard
 from phalanx.launch._child_process import RecordedExit
-from phalanx.launch._control_socket import ControlServer, send_request
+from phalanx.launch._control_socket import ControlServer
 from phalanx.launch._doctor import (
     CHECKS,
     Finding,

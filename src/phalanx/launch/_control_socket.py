@@ -1,4 +1,4 @@
-"""The control socket of an elastic run: one request and one reply per connection, a line of JSON.
+"""The server of the control socket of an elastic run; `phalanx._control_client` has the protocol.
 
 A thread accepts connections and starts another for each, which passes the request on to the
 supervisor and waits for the reply. The supervisor answers requests between other events. A request
@@ -10,24 +10,21 @@ The socket lies in a directory that only its owner can enter, so requests are no
 from __future__ import annotations
 
 import json
-import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._control_client import REQUEST_TIMEOUT, read_line, socket_address
 from ..errors import InvalidState
 
-REQUEST_TIMEOUT = 5.0  # seconds that the server waits for a request, and for the supervisor
 MAX_CLIENTS = 16  # served at the same time; others are refused
 ACCEPT_RETRY_INTERVAL = 0.1  # seconds after a connection that could not be accepted
-_MAX_LINE_BYTES = 1 << 20
-_MAX_PATH_BYTES = 107  # of the address of a socket
 
 
 class ControlRequest(NamedTuple):
@@ -51,7 +48,7 @@ class ControlServer:
         # Renamed, so that nobody finds it before it listens.
         unfinished = path.with_name(f"{path.name}.new")
         try:
-            with _address(unfinished) as address:
+            with socket_address(unfinished) as address:
                 self._listener.bind(address)
             self._listener.listen()
             unfinished.rename(path)
@@ -99,7 +96,7 @@ class ControlServer:
         try:
             # A client that leaves or is slow gets no answer.
             with connection, suppress(OSError):
-                line = _read_line(connection, timeout=REQUEST_TIMEOUT)
+                line = read_line(connection, timeout=REQUEST_TIMEOUT)
                 if _has_left(connection):  # while this process was suspended, for example
                     return
                 answer = json.dumps(self._answer(line)).encode() + b"\n"
@@ -129,35 +126,6 @@ class ControlServer:
             }
 
 
-def send_request(path: Path, **fields: Any) -> dict[str, Any]:
-    """Send a request to a run and return the reply; raise OSError if there is none."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(REQUEST_TIMEOUT)
-        with _address(path) as address:
-            connection.connect(address)
-        with suppress(BrokenPipeError):  # a refusal comes before the request is read
-            connection.sendall(json.dumps(fields).encode() + b"\n")
-        try:
-            # Longer than the server takes for one, so a request that is carried out has a reply.
-            reply = json.loads(_read_line(connection, timeout=3 * REQUEST_TIMEOUT))
-        except ValueError as error:
-            raise ConnectionAbortedError("the run ended before it replied") from error
-    assert isinstance(reply, dict)
-    return reply
-
-
-def is_listening(path: Path) -> bool:
-    """Return whether a process accepts connections there."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(REQUEST_TIMEOUT)
-        try:
-            with _address(path) as address:
-                connection.connect(address)
-        except OSError:
-            return False
-        return True
-
-
 def _refuse(connection: socket.socket, reason: str) -> None:
     with connection, suppress(OSError):
         connection.setblocking(False)  # a new connection has room for a line
@@ -169,27 +137,3 @@ def _has_left(connection: socket.socket) -> bool:
     poll = select.poll()
     poll.register(connection, 0)
     return any(events & select.POLLHUP for _, events in poll.poll(0))
-
-
-def _read_line(connection: socket.socket, *, timeout: float) -> bytes:
-    data, deadline = b"", time.monotonic() + timeout
-    while b"\n" not in data and len(data) < _MAX_LINE_BYTES:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        chunk = connection.recv(1 << 16)
-        if not chunk:
-            break
-        data += chunk
-    return data.partition(b"\n")[0]
-
-
-@contextmanager
-def _address(path: Path) -> Iterator[str]:
-    """Yield a name of the path that is short enough for a socket."""
-    if len(os.fsencode(path)) <= _MAX_PATH_BYTES:
-        yield str(path)
-        return
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{directory}/{path.name}"
-    finally:
-        os.close(directory)

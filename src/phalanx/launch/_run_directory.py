@@ -1,9 +1,9 @@
 """Directories of elastic runs: how other processes of this user find a run.
 
 A run has the directory ``<base>/<id>`` with the control socket and ``run.json``, which names the
-launcher's process. Only its owner can enter the base. It depends on the environment of the
-launcher, so `find_runs` looks in all bases that are usual. A launcher that was killed leaves its
-directory behind; `find_runs` removes it.
+launcher's process. Only its owner can enter the base, which depends on the environment of the
+launcher: `find_runs` looks in all the usual ones. A launcher that was killed leaves its directory
+behind; `find_runs` removes it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_type_hints
 
+from .._control_client import is_listening
 from .._processes import read_stat
 from ..errors import InvalidArgument, InvalidState
-from ._control_socket import is_listening
 
 RUNTIME_DIRECTORIES = Path("/run/user")  # where logind has XDG_RUNTIME_DIR of each user
 TEMPORARY_DIRECTORY = Path("/tmp")  # what TMPDIR replaces

@@ -16,18 +16,18 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .._control_client import send_request
 from ..errors import InvalidArgument, InvalidState
 from ._actions import Action, Fault, faults_to_json
 from ._fault_plan import FaultPlan, PlannedFailure
@@ -38,8 +38,6 @@ FAULT_LOG_VARIABLE = "PHALANX_FAULT_LOG"
 STACK_SIGNAL = signal.SIGRTMIN + 6  # on which a worker prints the stacks of its threads
 
 _POLL_INTERVAL = 0.02  # seconds
-_STATUS_TIMEOUT = 5.0  # seconds for an answer of the supervisor
-_MAX_SOCKET_PATH = 107  # bytes
 _LEAK_POLL_INTERVAL = 0.1  # seconds
 _LEAK_TIMEOUT = 10.0  # loader workers look every five seconds whether their parent is alive
 _STACK_TIMEOUT = 3.0  # seconds for all workers to print their stacks
@@ -222,13 +220,8 @@ class _Status:
     def ask(cls, directory: Path) -> _Status | None:
         """Ask the supervisor; return None if it does not answer."""
         for path in directory.glob("phalanx/*/control.sock"):
-            with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(_STATUS_TIMEOUT)
-                with _socket_address(path) as address:
-                    connection.connect(address)
-                connection.sendall(b'{"command": "status"}\n')
-                with connection.makefile() as answers:
-                    answer = json.loads(answers.readline())
+            with suppress(OSError):
+                answer = send_request(path, command="status")
                 return cls._read(answer) if "workers" in answer else None
         return None
 
@@ -239,19 +232,6 @@ class _Status:
             for each in answer["workers"]
         ]
         return cls(answer.get("step"), workers)
-
-
-@contextmanager
-def _socket_address(path: Path) -> Iterator[str]:
-    """Yield a name of the path that is short enough for a socket, also in a long TMPDIR."""
-    if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
-        yield str(path)
-        return
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{path.name}"
-    finally:
-        os.close(directory)
 
 
 class _Injector:

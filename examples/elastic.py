@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from functools import partial
+from typing import NoReturn
 
 import torch
 from sklearn.datasets import load_digits
@@ -112,7 +113,7 @@ def count_correct(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return (model(images).argmax(1) == labels).double().mean()
 
 
-def survive(steps: int, seconds_between_kills: float) -> None:
+def survive(steps: int, seconds_between_kills: float) -> NoReturn:
     """Train on three ranks, kill one every few seconds, and check the hash at the end."""
     phalanx = [sys.executable, "-m", "phalanx"]
     script = [__file__, f"--steps={steps}"]

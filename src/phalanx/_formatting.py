@@ -12,7 +12,7 @@ _MAX_RANKS_LISTED = 8
 _MAX_RANGES_LISTED = 16
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return an error's message without the stack trace that torch appends."""
     return str(error).partition("\n")[0]
 

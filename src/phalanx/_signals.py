@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 
 PREEMPTED_EXIT_CODE = 75
-"""Exit code of a rank that saved a checkpoint on request; EX_TEMPFAIL: run it again."""
+"""Exit code of a rank that stopped on request, after saving if it has a directory for that;
+EX_TEMPFAIL: run it again."""
 PREEMPTED_MESSAGE = "stopped on request"  # start of the last line that such a rank prints
 
 

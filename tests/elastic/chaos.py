@@ -1,4 +1,4 @@
-"""Elastic trainings with failures, compared to the bit with an undisturbed single process.
+"""Elastic runs with injected failures, compared bit for bit with an undisturbed process.
 
 A failing run is repeated with::
 
@@ -53,7 +53,7 @@ CHECKPOINT = (
 USER = _points("user", "forward", "optimizer", "zero_grad")
 POINTS = (*JOINING, *LOOP, *OTHER, *RECOVERY, *CHECKPOINT, *USER)
 TESTED_ELSEWHERE = {"elastic:leave"}
-"""Points that a training reaches only if it is asked to; a test of their own kills there."""
+"""Points that a run reaches only on request; a separate test kills there."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Trainings whose workers die, are stopped or crash: the result has the same bits.
+"""Runs whose workers die, are stopped or crash: the result has the same bits.
 
 ``PHALANX_SOAK=1`` injects more than a thousand failures at random instants (``make soak``).
 """

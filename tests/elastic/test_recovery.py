@@ -11,7 +11,7 @@ from phalanx.ddp._communicator import Communicator
 from phalanx.ddp._summation_tree import LeafBlock, is_node
 from phalanx.elastic._contributions import LoopFlags
 from phalanx.elastic._cover import Cover, sum_cover
-from phalanx.elastic._recovery import Holding
+from phalanx.elastic._recovery import SurvivorReport
 from phalanx.groups._store import from_json, to_json
 from phalanx.testing import ThreadRanks
 
@@ -90,8 +90,8 @@ def test_what_a_survivor_tells_keeps_its_bits():
     """A training loss may be any number."""
     values = [float("nan"), float("inf"), -0.0, 5e-324, 0.1 + 0.2]
     results = [(number, value, value) for number, value in enumerate(values)]
-    mine = Holding([(0, 4), (4, 5)], results, [1.0], ["a"], True, LoopFlags(1.0, 0.0, 2.0))
-    back = from_json(to_json(mine).encode(), Holding)
+    mine = SurvivorReport([(0, 4), (4, 5)], results, [1.0], ["a"], True, LoopFlags(1.0, 0.0, 2.0))
+    back = from_json(to_json(mine).encode(), SurvivorReport)
     assert back.nodes == mine.nodes
     assert back.flags == mine.flags
     for (_, loss, weight), value in zip(back.results, values, strict=True):

@@ -88,7 +88,7 @@ LONG_RUNS = [
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", MODELS)
 def test_fifty_steps_in_one_piece_and_resumed_in_the_middle_of_an_epoch(eight, model, tmp_path):
-    """50 steps on 1 to 8 ranks, shm and Gloo, 0 and 2 workers, in one piece and resumed."""
+    """50 steps on 1 to 8 ranks, shm and Gloo, 0 and 2 workers, uninterrupted and resumed."""
     whole = trained(eight, 1, model, 50, "shm")
     assert_every_sample_once_per_epoch(whole["samples"])
     for size, backend, workers in ((2, "gloo", 2), (3, "shm", 0), (4, "shm", 2), (8, "gloo", 0)):

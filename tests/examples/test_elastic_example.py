@@ -1,4 +1,4 @@
-"""The elastic example: one hash at every world size, in one piece or resumed."""
+"""The elastic example: one hash at every world size, uninterrupted or resumed."""
 
 import contextlib
 import io

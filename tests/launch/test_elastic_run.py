@@ -364,14 +364,14 @@ def test_nothing_is_replaced_after_a_signal(start):
     run.process.send_signal(signal.SIGTERM)
     out, err = run.process.communicate(timeout=20)
     assert run.process.returncode == 143
-    assert "SIGTERM: forwarded to the ranks" in err
+    assert "SIGTERM: asking the ranks to leave" in err
     assert "this is 1.1" not in out
     assert "replacement" not in err
 
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_run_is_stopped_without_its_save(start, saves):
-    """Rank 0 was to save. Exit code 75 means that the run was saved."""
+    """Rank 0 was to save. Exit code 75 means that the run stopped as asked."""
     setup = f"""
     def leave(*_):
         report("leaving")

@@ -59,7 +59,7 @@ class _BufferEntry:
             )
         return now.detach()
 
-    def show(self) -> None:
+    def put_back(self) -> None:
         """Put the tensor that the modules had in its places."""
         for table, key in self.places:
             table[key] = self.tensor
@@ -103,7 +103,7 @@ class _MeanGroup:
         self._store(torch.where(counts != 0, means, self.start))
 
     def finish_cover(self, comm: Communicator, nodes: list[Tensor], cover: Cover) -> None:
-        """Do as `finish`, with the nodes that this rank contributes to a cover."""
+        """Like `finish`, but with the nodes that this rank contributes to a cover."""
         total = sum_cover(comm, nodes or [self.start], cover, cover.leaves)
         is_changed = self.start.new_zeros(self.start.numel())
         if self.is_changed is not None:
@@ -117,7 +117,7 @@ class _MeanGroup:
         values = [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
         torch._foreach_copy_(targets, values)
         for entry in self.entries:
-            entry.show()
+            entry.put_back()
 
 
 class StagedBuffers(NamedTuple):
@@ -205,7 +205,7 @@ class BufferAverage:
             yield
         finally:
             for entry in expanded:
-                entry.show()
+                entry.put_back()
 
     def _rule_of(self, entry: _BufferEntry) -> BufferRule:
         for pattern, rule in self._rules.items():
@@ -239,7 +239,7 @@ class BufferAverage:
         for mean in self._means:
             mean.restore()
         for entry, start in self._firsts:
-            entry.show()
+            entry.put_back()
             entry.tensor.data.copy_(start)
 
     @torch.no_grad()
@@ -398,7 +398,7 @@ class BufferAverage:
         means_changed: bool,
         first_rank: int | None,
     ) -> None:
-        """Do as `finish`, with the nodes that this rank contributes to a cover.
+        """Like `finish`, but with the nodes that this rank contributes to a cover.
 
         `first_rank`: the rank that gives "first" buffers their values; None if none has changed.
         """

@@ -179,7 +179,7 @@ class Contributions:
         self._comm.barrier()  # from now on the mark of every rank is valid
 
     def clear(self) -> None:
-        """Take back what this rank has published, before it changes or frees any of it."""
+        """Withdraw what this rank has published, before it changes or frees any of it."""
         # A forked child that ends a loop must not take it back for its parent.
         if self._memory is not None and os.getpid() == self._pid:
             self._words[self._comm.rank][MARK] = 0

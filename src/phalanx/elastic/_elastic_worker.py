@@ -334,13 +334,17 @@ class ElasticWorker:
         self._announce_gone(run, [each for each in before if each.number not in staying])
 
     def _depart(self, run: ElasticRun, departure: Departure) -> NoReturn:
-        if not departure.everybody:
+        if not departure.all_left:
             self._channel.tell("left")
             raise SystemExit(0)
-        if self._generations.must_save(departure):
+        if self._generations.await_turn_to_save(departure):
             saved = run._save_before_exit()
             step = run.completed_steps
-            how = f"saving step {step}" if saved else f"step {step}; not saved: no run.restore()"
+            how = (
+                f"saving step {step}"
+                if saved
+                else f"step {step}; not saved: run.restore() was not called"
+            )
             print(f"{PREEMPTED_MESSAGE} after {how}", file=sys.stderr, flush=True)
             self._channel.tell("saved")
             self._generations.note_saved(departure)

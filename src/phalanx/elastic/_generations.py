@@ -24,9 +24,10 @@ read. Members *agree* on the greatest number that any of them knew of in the las
 (`RunState.agreed_requests`). A plan has *handled* as many as its author had agreed on; a change is
 due when members have agreed on more.
 
-The store is the launcher's. In steps without a change or a loss, only one thread per worker uses
-it, polling the request counter every 50 ms. Its keys, where ``<n>`` is the number of a request to
-join and ``*`` marks a key whose first value stays (compare-and-set):
+The store is the launcher's. In steps without a change or a loss, one thread per member polls the
+request counter every 50 ms, and a worker that waits to join polls its own keys. In the table,
+``<n>`` is the number of a request to join, and ``*`` marks a key whose first value stays
+(compare-and-set):
 
 =================================  ==============================================================
 ``request/<n>`` *                  a worker that asks to join; read by the author of a plan
@@ -101,9 +102,9 @@ class ElasticTiming:
     """Time constants of an elastic run, in seconds, and limits."""
 
     watch_interval: float = 0.05
-    """Between two looks for workers that want to join or leave."""
+    """Interval for polling the counter of requests to join or leave."""
     poll_interval: float = 0.005
-    """Between two looks at a key that somebody is about to write."""
+    """Interval for polling a key that another worker is about to write."""
     bootstrap_timeout: float = 20.0
     """How long the first workers wait for those that started with them."""
     join_timeout: float = 30.0
@@ -115,7 +116,7 @@ class ElasticTiming:
     request_timeout: float = 2.0
     """For one request to the store. One that is not answered is made again."""
     futile_regroups: int = 20
-    """How many regroups of one section in a row may find no lost member."""
+    """How often in a row the members may regroup in one section without finding a dead one."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Departure(Exception):
         """Those of the generation that it has left."""
 
     @property
-    def everybody(self) -> bool:
+    def all_left(self) -> bool:
         return not self.plan.members
 
 
@@ -372,6 +373,7 @@ class Generations:
                 workers,
                 sources=[self.member.number],
                 join_requests=join_requests,
+                # The workers have not agreed on a number: the first step plans once more.
                 handled_requests=self.handled_requests,
             )
             plan = self._write_once(place, proposal, Plan)
@@ -550,7 +552,10 @@ class Generations:
             is_futile = survivors == self.members and section == self._futile_section
             self._futile, self._futile_section = self._futile + 1 if is_futile else 0, section
             if self._futile > self._timing.futile_regroups:
-                group.abort("groups of these workers fail although none of them dies")
+                group.abort(
+                    f"the group failed {self._futile} times in a row in this step, but no rank has "
+                    f"died; the last time: {first_line(error)}"
+                )
                 raise error
             self._use(survivors, group)
             if faultpoints.armed:
@@ -721,10 +726,10 @@ class Generations:
         self._leave_group("it left")
         raise departure
 
-    def must_save(self, departure: Departure) -> bool:
-        """Whether this worker is to save after all have left; waits for another that is.
+    def await_turn_to_save(self, departure: Departure) -> bool:
+        """After all have left: wait until another one has saved (False) or this one is to (True).
 
-        It is the first living one. The others wait until it has saved, since it may die.
+        The first living one saves. The others wait until it has, since it may die.
         """
         deadline = time.monotonic() + self._timeout
         while not self._has(f"saved/{departure.plan.id}") and not self._has("failed"):

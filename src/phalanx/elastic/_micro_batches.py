@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 SIGNATURE_BITS = 48  # of the hash of a batch's shapes; a float64 holds them exactly
 NO_WEIGHT = -1.0
-COMMITTED_WITHOUT_ALL = "another rank committed this section before this rank had all of it"
 _running = threading.local()  # has `is_managed` while this thread is in `MicroBatch.backward`
 
 
@@ -192,7 +191,7 @@ class MicroBatchLoop:
         self._staged: StagedBuffers | None = None
         """The buffers that it has published. `BufferAverage` may drop its own reference to them
         before `_published` is cleared."""
-        self._previous: list[tuple[Tensor, Tensor]] = []
+        self._previous_grads: list[tuple[Tensor, Tensor]] = []
         self._outcome: tuple[float, list[float]] | None = None
         """The loss of the step and of its micro-batches, once this rank has all of the step."""
         self._agreed_requests = 0  # to join or leave: the most that any rank knows of
@@ -218,7 +217,7 @@ class MicroBatchLoop:
         except (GroupError, RendezvousError) as error:
             run._raise_unless_recoverable(error)
             failure = error
-        self._previous = self._set_previous_aside()
+        self._previous_grads = self._stash_previous_grads()
         run._buffers.begin()
         try:
             if failure is None and not has_regrouped:
@@ -303,7 +302,7 @@ class MicroBatchLoop:
         self._run._fail(message)
         raise InvalidState(f"{message} ({user_site()}, rank {self._run._comm.rank})")
 
-    def _set_previous_aside(self) -> list[tuple[Tensor, Tensor]]:
+    def _stash_previous_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Take gradients that were not zeroed, to add those of this loop to them."""
         previous: list[tuple[Tensor, Tensor]] = []
         for _, parameter in self._run._named:
@@ -498,7 +497,7 @@ class MicroBatchLoop:
         if faultpoints.armed:
             faultpoints.reach("elastic:committed")
         with torch.no_grad():
-            for parameter, before in self._previous:
+            for parameter, before in self._previous_grads:
                 new = parameter.grad
                 parameter.grad = before if new is None else before + new
         if self._loader is not None:
@@ -553,8 +552,8 @@ class MicroBatchLoop:
         while True:
             drop_frames(error)
             try:
-                if error is not None and not run._regroup(error):
-                    assert self._outcome is not None, COMMITTED_WITHOUT_ALL
+                has_all = self._outcome is not None
+                if error is not None and not run._regroup(error, has_all=has_all):
                     return
                 self._outcome = None  # of a commit that did not happen
                 recovery.adopt()
@@ -588,7 +587,7 @@ class MicroBatchLoop:
             recovery.hold(fold, clones=True)
 
     def _finish_recovery(self, recovery: LoopRecovery, cover: Cover) -> None:
-        """Do as `_finish`, with what the survivors hold."""
+        """Like `_finish`, with what the survivors hold."""
         self._check_signatures(recovery.signatures)
         losses, weights = recovery.results()
         recovery.sum_gradients(cover, self._divisor(has_weights=weights[0] != NO_WEIGHT))

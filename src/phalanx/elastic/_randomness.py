@@ -1,6 +1,6 @@
-"""Seeds that belong to a place in the run, and the generators that are set from them.
+"""Seeds derived from a position in the run, and the generators that are set from them.
 
-Randomness belongs to (seed, step, loop of the step, micro-batch), never to a rank or a worker:
+Random numbers depend on (seed, step, loop of the step, micro-batch), never on a rank or a worker:
 the rank that runs a micro-batch first sets all global generators from `derive_seed`.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 
 def derive_seed(seed: int, *path: int | str) -> int:
-    """Return a 64-bit seed for a place in the run, such as ``("data", loop, micro)``.
+    """Return a 64-bit seed for a position in the run, such as ``("data", loop, micro)``.
 
     Different paths give independent seeds. The result depends on nothing but the arguments: not
     on the process, the Python version or ``PYTHONHASHSEED``.

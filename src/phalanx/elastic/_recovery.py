@@ -1,9 +1,9 @@
 """What a survivor holds of a loop that has lost a rank, and the sum over all survivors.
 
 A survivor holds the sums of the micro-batches that it has run, and those that lost ranks had
-published. Survivors tell each other what they hold (`Holding`), run what is missing, and sum a
-cover of what they have: see `_cover`. `MicroBatchLoop._recover` has the order of these steps, since
-the micro-batches that are run again are iterations of the user's loop.
+published. Survivors tell each other what they hold (`SurvivorReport`), run what is missing, and sum
+a cover of what they have: see `_cover`. `MicroBatchLoop._recover` has the order of these steps,
+since the micro-batches that are run again are iterations of the user's loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NodeSums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Holding:
+class SurvivorReport:
     """What a survivor tells the others; sent as JSON."""
 
     nodes: list[Node]
@@ -59,7 +59,7 @@ class LoopRecovery:
         """What lost ranks had published, by their rank in the group that lost them."""
         self._held: dict[Node, NodeSums] = {}
         self._used: set[str] = set()
-        self._holdings: list[Holding] = []  # of all survivors, by rank
+        self._reports: list[SurvivorReport] = []  # of all survivors, by rank
 
     def release(self) -> None:
         """Free the sums, whoever still refers to this object."""
@@ -109,7 +109,7 @@ class LoopRecovery:
         for each in adopted:
             results.update(each.results)
             signatures.append(each.record.signature)
-        mine = Holding(
+        mine = SurvivorReport(
             list(self._held),
             [(number, *pair) for number, pair in results.items()],
             signatures,
@@ -118,22 +118,22 @@ class LoopRecovery:
             LoopFlags.combine([flags, *(each.record.flags for each in adopted)]),
         )
         texts = run._comm.exchange(to_json(mine))
-        self._holdings = [from_json(text.encode(), Holding) for text in texts]
-        return Cover([each.nodes for each in self._holdings], run.micro_batches)
+        self._reports = [from_json(text.encode(), SurvivorReport) for text in texts]
+        return Cover([each.nodes for each in self._reports], run.micro_batches)
 
     @property
     def signatures(self) -> set[float]:
         """Those of the batches of all ranks."""
-        return {found for each in self._holdings for found in each.signatures}
+        return {found for each in self._reports for found in each.signatures}
 
     @property
     def flags(self) -> LoopFlags:
         """Those of all ranks."""
-        return LoopFlags.combine(each.flags for each in self._holdings)
+        return LoopFlags.combine(each.flags for each in self._reports)
 
     def results(self) -> tuple[list[float], list[float]]:
         """Return the losses and the weights of all micro-batches, by number."""
-        found = {number: pair for each in self._holdings for number, *pair in each.results}
+        found = {number: pair for each in self._reports for number, *pair in each.results}
         losses, weights = zip(*(found[i] for i in range(self._run.micro_batches)), strict=True)
         return [*losses], [*weights]
 
@@ -144,14 +144,14 @@ class LoopRecovery:
             self._run._reducer.set_gradients(
                 [each.gradients for each in self._contributed(cover)],
                 lambda rows: sum_cover(comm, rows, cover, divisor),
-                {name for each in self._holdings for name in each.used},
+                {name for each in self._reports for name in each.used},
             )
         if faultpoints.armed:
             faultpoints.reach("elastic:reduced")
 
     def sum_buffers(self, cover: Cover) -> None:
         """Combine the buffers of all ranks."""
-        with_first = [rank for rank, each in enumerate(self._holdings) if each.has_first]
+        with_first = [rank for rank, each in enumerate(self._reports) if each.has_first]
         self._run._buffers.finish_cover(
             [each.buffers for each in self._contributed(cover)],
             cover,

@@ -66,7 +66,7 @@ from ._division import Rebalancing, share_of
 from ._elastic_worker import ElasticWorker, MembershipChange
 from ._evaluation import Evaluation
 from ._loader import ElasticLoader
-from ._micro_batches import COMMITTED_WITHOUT_ALL, Step
+from ._micro_batches import Step
 from ._randomness import derive_seed, seed_generators
 from ._run_checkpoints import RestoreRequest, RunCheckpoints
 from ._run_state import RunPosition, RunState, current_fingerprint, receive_state, send_state
@@ -506,8 +506,7 @@ class ElasticRun:
                 return evaluation.result()
             except (GroupError, RendezvousError) as error:
                 self._raise_unless_recoverable(error)
-                if not self._regroup(error):
-                    assert is_complete, COMMITTED_WITHOUT_ALL
+                if not self._regroup(error, has_all=is_complete):
                     return evaluation.result()
                 to_run, is_complete = [], False
 
@@ -534,10 +533,15 @@ class ElasticRun:
             raise error
         self._worker.raise_unless_recoverable(error)
 
-    def _regroup(self, error: BaseException) -> bool:
-        """Continue the current section with the survivors; False if others have committed it."""
+    def _regroup(self, error: BaseException, *, has_all: bool) -> bool:
+        """Continue the current section with the survivors; False if others have committed it.
+
+        `has_all`: whether this rank has the whole section. Without it no rank can commit.
+        """
         assert self._worker is not None
-        return self._worker.regroup(self, error)
+        is_open = self._worker.regroup(self, error)
+        assert is_open or has_all, "a section was committed before this rank had all of it"
+        return is_open
 
     def _fail(self, message: str) -> None:
         """Make all ranks raise."""
@@ -614,8 +618,8 @@ class ElasticRun:
         Returns the number of completed steps; 0 if the directory has no checkpoint. The checkpoint
         may be of any world size. `save` and `save_every` save there. Other options are those of
         `CheckpointManager`. To save again after an older step was restored, remove the later ones:
-        ``rewind=True``. In an elastic run the first members do that, and what starts later
-        continues from a member, or from the newest checkpoint.
+        ``rewind=True``. In an elastic run one of the first workers does that; those that start
+        later continue from a member, or from the newest checkpoint.
         """
         request = RestoreRequest(directory=directory, step=step, rewind=rewind, options=options)
         self._end_step()

@@ -114,7 +114,7 @@ class Outcome:
         """The exit code for the shell: the first failure's, or 128 + number for a signal.
 
         1 if the first failure is a rank that exited with 0 too early, 124 if the ranks took too
-        long, `PreemptionGuard.EXIT_CODE` if all of them were preempted and saved a checkpoint.
+        long, 75 (`PreemptionGuard.EXIT_CODE`) if all of them stopped on request.
         """
         if self.preempted:
             return PREEMPTED_EXIT_CODE

@@ -14,8 +14,9 @@ becomes a member of the group when it has the state of the others. What its exit
 - 0 otherwise: it has finished, unless the others then report that they lack a member for their next
   step: the job fails, since ranks disagree on the last step;
 - that of a preemption while others start or stay: it is gone;
-- any other exit code, such as that of an exception: the job fails. So does any exit code of a
-  process that has no `ElasticRun` yet, whose exit handlers are not known to have run.
+- any other exit code, such as that of an exception: the job fails. So does any
+  non-zero exit code of a process that has no `ElasticRun` yet: whether its exit handlers ran is
+  not known.
 
 While the run is stopped, members save what there is to save, and one that is lost does not matter
 if another has sent that it saved. If all have ended and none has, the job fails because of the
@@ -131,7 +132,7 @@ class RestartPolicy(ABC):
         *,
         is_orderly: bool,  # noqa: ARG002
     ) -> bool:
-        """Handle the exit of a rank; return whether that is all.
+        """Handle the exit of a rank; return True if the run goes on without recording it.
 
         Otherwise the supervisor adds the exit to the outcome and, if it is a failure, stops the
         others.
@@ -510,7 +511,7 @@ class ReplaceLost(RestartPolicy):
     def _on_exit_while_stopping(
         self, worker: _SupervisedWorker, exit_: RecordedExit, *, is_lost: bool
     ) -> bool:
-        """Handle an exit while the run is stopped; return whether it does not matter."""
+        """Handle an exit while the run is stopped; return True if it need not be recorded."""
         if self._has_succeeded:
             return True
         if not self._is_preempted or not self._is_formed:

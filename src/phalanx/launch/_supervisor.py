@@ -5,8 +5,8 @@ waits for it), the launcher received a signal, or, in an elastic run, a worker s
 client a request. The supervisor handles one event at a time, under a deadline if there is one:
 
 - a rank fails: the others get `linger` seconds to report, then they are stopped;
-- a signal arrives: it is forwarded to the ranks, which get `grace` seconds; a second signal kills
-  them, unless it is a duplicate of the first;
+- a signal arrives: it is forwarded to the ranks (as SIGTERM in an elastic run), which get `grace`
+  seconds; a second signal kills them, unless it is a duplicate of the first;
 - a rank exits after a preemption request: the others get `grace` seconds to do the same;
 - the job's timeout passes: the ranks print their stacks and are stopped;
 - stopping: SIGTERM to each rank, then to the processes it left behind, SIGKILL after `grace`
@@ -14,7 +14,7 @@ client a request. The supervisor handles one event at a time, under a deadline i
 
 A restart policy decides which ranks run. In an elastic run it may also do without a rank that
 died: what that rank left behind is killed, and a replacement started in the same attempt. A standby
-is a process that waits to become a rank; it is no child of the attempt before.
+is a process that waits to become a rank; until then it does not count as one of the attempt.
 
 Each rank leads a session of its own. So Ctrl-C at the terminal reaches only the launcher, and
 whatever a rank starts is found by its process group. If the launcher itself is killed, the
@@ -686,7 +686,8 @@ class _Attempt:
         # Elastic workers leave, and save, on SIGTERM. Others choose what they do on each.
         is_elastic = self._job.min_ranks is not None
         self._send_to_ranks(signal.SIGTERM if is_elastic else event.number)
-        self.show(f"{signal_name(event.number)}: forwarded to the ranks; a second one kills them")
+        what = "asking the ranks to leave" if is_elastic else "forwarded to the ranks"
+        self.show(f"{signal_name(event.number)}: {what}; a second one kills them")
 
     def _check_timeout(self) -> None:
         """If the job's own deadline has passed, and not one that replaced it, ask for stacks."""

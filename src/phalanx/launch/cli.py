@@ -181,9 +181,9 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
     --drop-in sets PHALANX_DROP_IN=1; see `phalanx doctor --drop-in SCRIPT`.
 
     Forwards SIGTERM, SIGINT and SIGHUP to the ranks, which have --grace seconds to save a
-    checkpoint. If all of them exit through phalanx.checkpoint.PreemptionGuard, the exit code is
-    75: run the job again. A signal that is ignored at the start (SIGHUP under nohup, SIGINT in a
-    background job) stays ignored; use SIGTERM there.
+    checkpoint. If all of them exit through phalanx.checkpoint.PreemptionGuard, or leave an
+    elastic run, the exit code is 75: run the job again. A signal that is ignored at the start
+    (SIGHUP under nohup, SIGINT in a background job) stays ignored; use SIGTERM there.
 
     With any of the options from --nnodes to --master-port, torchrun takes over. It has no
     --prefix, --linger and --full-tracebacks.
@@ -290,7 +290,7 @@ def ps(*, as_json: bool) -> None:
     Runs are found in XDG_RUNTIME_DIR, /run/user and the temporary directory. One that was started
     with another XDG_RUNTIME_DIR or TMPDIR is listed with the same setting.
     """
-    from ._control_socket import send_request
+    from .._control_client import send_request
     from ._run_directory import find_runs
 
     found = []
@@ -335,7 +335,7 @@ def scale(*, run: str, ranks: int) -> None:
     the run shrinks, ranks that have not joined leave first, then the highest ranks, each after its
     current step.
     """
-    from ._control_socket import send_request
+    from .._control_client import send_request
     from ._run_directory import find_run
 
     with _errors_as_usage():

@@ -38,7 +38,7 @@ Those of `phalanx.elastic.ElasticRun`, in the order of a run:
 ``elastic:reduced``           the gradients of a loop are summed, also after a recovery
 ``elastic:recorded``          ranks have exchanged the losses and flags of a loop
 ``elastic:commit``            before the barrier that ends a loop
-``elastic:committed``         after it, when the sums of this rank were taken back
+``elastic:committed``         after it, when the sums of this rank were withdrawn
 ``elastic:before_optimizer``  before a step of an optimizer
 ``elastic:after_optimizer``   after it
 ``elastic:save``              before a rank saves; in an elastic run, the leader

@@ -7,7 +7,7 @@ from phalanx.checkpoint._manifest import Manifest
 from phalanx.env import _quotas
 from phalanx.groups import _store
 from phalanx.launch import _checkpoint_commands, _doctor, _error_reports, _orphan_guard
-from phalanx.launch._child_process import RecordedExit
+from phalanx.launch._child_process import ChildProcess, RecordedExit, with_orphans
 from phalanx.launch._control_socket import ControlServer
 from phalanx.launch._doctor import (
     CHECKS,
@@ -35,6 +35,7 @@ __all__ = [
     "CHECKS",
     "MAX_LINE_BYTES",
     "ChannelReader",
+    "ChildProcess",
     "ControlServer",
     "ErrorReportFilter",
     "Finding",
@@ -77,4 +78,5 @@ __all__ = [
     "standby_command",
     "torchrun_command",
     "torchrun_options",
+    "with_orphans",
 ]

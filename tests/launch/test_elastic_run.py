@@ -1,9 +1,11 @@
 """`phalanx run --elastic`, `phalanx ps` and `phalanx scale`, with workers that do not train."""
 
 import contextlib
+import errno
 import io
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -95,6 +97,13 @@ class Run:
 
         what = lambda: f"{names} among {self.workers()}"  # noqa: E731
         return eventually(pids, what=what, seconds=seconds)
+
+    def store(self):
+        """Return the process of the store."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = [int(pid) for task in tasks for pid in task.read_text().split()]
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+        return next(pid for pid in pids if b"_store_server" in commands[pid])
 
     def tell(self, name, order):
         unfinished = self.directory / "order"
@@ -326,20 +335,54 @@ def test_too_few_members_for_too_long_start_over(start):
 def test_the_death_of_the_store_fails_the_run(start):
     run = start("auto", "--linger", 0)
     run.wait_for(*(f"{rank}.0" for rank in range(usable_cores())))
-
-    def store():
-        tasks = Path(f"/proc/{run.process.pid}/task").glob("*/children")
-        pids = [pid for task in tasks for pid in task.read_text().split()]
-        return [
-            int(pid)
-            for pid in pids
-            if b"_store_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-
-    os.kill(eventually(store)[0], signal.SIGKILL)
+    os.kill(run.store(), signal.SIGKILL)
     _, err = run.process.communicate(timeout=20)
     assert run.process.returncode == 137
     assert "phalanx: the store failed first: SIGKILL" in err
+
+
+def test_the_store_outlives_signals_to_all_processes(start):
+    """A scheduler may send them. Ranks that leave and save need the store."""
+    run = start(1)
+    run.wait_for("0.0")
+    store = run.store()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        eventually(lambda number=number: _ignores(store, number), what=number.name)
+        os.kill(store, number)
+    code, _, err = run.end("0.0")
+    assert code == 0, err
+    assert not is_alive(store)
+
+
+@pytest.mark.parametrize(("linger", "delay"), [(20, 1), (0, 60)])
+def test_the_rank_that_says_first_that_it_failed_is_the_first_failure(start, linger, delay):
+    """Although the others, which fail because of it, end sooner; and if it must be stopped."""
+    run = start(3, "--linger", linger)
+    run.wait_for("0.0", "1.0", "2.0")
+    run.tell(
+        "2.0",
+        f"signal.signal(signal.SIGTERM, signal.SIG_DFL)\natexit.register(time.sleep, {delay})\n"
+        "report('failed')\npathlib.Path('failed').touch()\nraise ValueError('no such sample')",
+    )
+    eventually((run.directory / "failed").exists, what="failure")
+    for name in ("0.0", "1.0") if linger else ("0.0",):
+        run.tell(name, "report('failed')\nsys.exit(3)")
+    _, err = run.process.communicate(timeout=20)
+    assert run.process.returncode == 1, err
+    assert "rank 2 failed: uncaught exception; stopping the others" in err
+    assert "phalanx: rank 2 failed first: exit code 1\n    Traceback" in err
+    others = "ranks 0, 1" if linger else "rank 0"
+    assert re.search(rf"\n {{4}}ValueError: no such sample\nphalanx: {others} failed \d", err)
+
+
+def test_a_rank_that_is_killed_after_it_failed_is_not_replaced(start):
+    run = start(2, "--linger", 0)
+    run.wait_for("0.0", "1.0")
+    run.tell("1.0", "report('failed')\nos.kill(os.getpid(), signal.SIGKILL)")
+    _, err = run.process.communicate(timeout=20)
+    assert run.process.returncode == 137
+    assert "rank 1 failed first: SIGKILL" in err
+    assert "replacement" not in err
 
 
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -367,6 +410,51 @@ def test_nothing_is_replaced_after_a_signal(start):
     assert "SIGTERM: asking the ranks to leave" in err
     assert "this is 1.1" not in out
     assert "replacement" not in err
+
+
+RESTARTING = "stopped on request while restarting; the run continues from its newest checkpoint"
+
+
+def test_a_run_that_is_stopped_while_it_starts_over_can_continue(start):
+    """There is nothing to save."""
+    setup = """
+    if not name.endswith(".0"):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        pathlib.Path("restarts" + name[0]).touch()
+        time.sleep(60)
+    """
+    run = start(2, setup=setup)
+    for pid in run.wait_for("0.0", "1.0"):
+        os.kill(pid, signal.SIGKILL)
+    for rank in range(2):
+        eventually((run.directory / f"restarts{rank}").exists, what="restart")
+    run.process.send_signal(signal.SIGTERM)
+    _, err = run.process.communicate(timeout=20)
+    assert run.process.returncode == 75, err
+    assert f"phalanx: {RESTARTING}, or from step 0\n" in err
+
+
+def test_the_first_signal_does_not_hurry_a_run_that_starts_over(start):
+    """What lost ranks have started may end by itself."""
+    code = """if True:
+        import os, pathlib, sys, time
+        while os.getppid() == int(sys.argv[1]) or not pathlib.Path("signalled").exists():
+            time.sleep(0.02)
+        pathlib.Path("loader-ended").touch()
+    """
+    command = f'[sys.executable, "-c", {code!r}, str(os.getpid())]'
+    run = start(2, setup=f'name == "1.0" and subprocess.Popen({command})')
+    for pid in run.wait_for("0.0", "1.0"):
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: "restarting all" in run.process.stderr.readline(), what="restart")
+    run.process.send_signal(signal.SIGTERM)
+    line = run.process.stderr.readline()
+    assert line == "phalanx: SIGTERM: not restarting; a second one kills what still runs\n"
+    (run.directory / "signalled").touch()
+    _, err = run.process.communicate(timeout=20)
+    assert run.process.returncode == 75, err
+    assert RESTARTING in err
+    assert (run.directory / "loader-ended").exists()
 
 
 @pytest.mark.parametrize("saves", [False, True])
@@ -494,7 +582,7 @@ def test_ps_and_scale(start, cli):
     assert grown.stdout == f"{identity}: 4 ranks; ranks 2, 3 started\n", grown.stderr
     pids = run.wait_for("0.0", "1.0", "2.0", "3.0")
     run.tell("3.0", STUBBORN)
-    eventually(lambda: _ignores_sigterm(pids[3]), what="stubborn rank")
+    eventually(lambda: _ignores(pids[3], signal.SIGTERM), what="stubborn rank")
     shrunk = cli("scale", identity, 2, env=run.environ)
     assert shrunk.stdout == f"{identity}: 2 ranks; ranks 2, 3 leaving\n", shrunk.stderr
     eventually(lambda: [*run.workers()] == ["0.0", "1.0"], what="end of the highest ranks")
@@ -526,9 +614,9 @@ def test_scale_tells_of_hot_spares(start, cli):
     assert run.end("0.0")[0] == 0
 
 
-def _ignores_sigterm(pid):
+def _ignores(pid, number):
     text = Path(f"/proc/{pid}/status").read_text()
-    return int(text.partition("SigIgn:")[2].split()[0], 16) >> signal.SIGTERM - 1 & 1
+    return int(text.partition("SigIgn:")[2].split()[0], 16) >> number - 1 & 1
 
 
 def test_ps_removes_the_directories_of_killed_launchers(start, cli):
@@ -733,6 +821,45 @@ def test_the_control_socket_survives_a_lack_of_descriptors(start):
         assert "workers" in json.loads(client.makefile().readline())
     os.close(directory)
     assert run.end("0.0")[0] == 0
+
+
+def test_a_run_starts_over_when_it_can_start_a_store(script, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("phalanx.launch._supervisor.START_RETRY_INTERVAL", 0.1)
+    create, calls = socket.create_server, []
+
+    def create_server(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return create(*args, **options)
+
+    monkeypatch.setattr("socket.create_server", create_server)
+    setup = """
+    report("member", step=7)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(0)
+    """
+    path, err = script(WORKER.replace("SETUP", setup)), io.BytesIO()
+    outcome = phalanx.launch.run(path, ranks=1, elastic=True, stdout=io.BytesIO(), stderr=err)
+    assert (outcome.exit_code, outcome.restarts, outcome.attempts) == (0, 1, 2)
+    again = "could not start the store: [Errno 24] Too many open files; trying again in 0.1 s"
+    assert f"phalanx: {again}\n" in err.getvalue().decode()
+
+
+def test_a_signal_ends_a_run_that_cannot_start_over(start):
+    run = start(1)
+    (pid,) = run.wait_for("0.0")
+    soft, hard = resource.prlimit(run.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(run.process.pid, resource.RLIMIT_NOFILE, (3, hard))
+    os.kill(pid, signal.SIGKILL)
+    lack = "could not start the store: [Errno 24]"
+    eventually(lambda: lack in run.process.stderr.readline(), what="lack of descriptors")
+    resource.prlimit(run.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+    run.process.send_signal(signal.SIGTERM)
+    _, err = run.process.communicate(timeout=20)
+    assert run.process.returncode == 75, err
+    assert RESTARTING in err
 
 
 def test_the_base_must_be_a_directory_of_this_user(tmp_path, monkeypatch):

@@ -208,6 +208,21 @@ def test_lines_without_torchs_rank_label_get_none():
     assert stream.read("\n".join([*labelled, "bye"])) == [*labelled, "bye"]
 
 
+def test_a_long_usage_message_takes_linear_time(monkeypatch):
+    searched = []
+    find_end = _error_reports._end_of_usage
+
+    def end_of_usage(lines, index):
+        searched.append(len(lines) - index)
+        return find_end(lines, index)
+
+    monkeypatch.setattr(_error_reports, "_end_of_usage", end_of_usage)
+    lines = ["usage: train.py", *(f"  --option{number}" for number in range(3000))]
+    end = "train.py: error: unrecognized arguments"
+    assert Stream().read("\n".join([*lines, end])) == [*lines, end]
+    assert sum(searched) < 2 * len(lines)
+
+
 def test_a_held_traceback_is_shown_before_later_stdout():
     screen = Recorder()
     pump = OutputPump(screen)

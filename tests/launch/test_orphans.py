@@ -1,5 +1,6 @@
 """No process outlives the launcher that started it."""
 
+import ctypes
 import fcntl
 import os
 import signal
@@ -14,7 +15,9 @@ from queue import SimpleQueue
 import pytest
 
 from .conftest import eventually, is_alive, read_pid
-from .internals import _orphan_guard, signals_into
+from .internals import ChildProcess, _orphan_guard, signals_into, with_orphans
+
+PR_SET_CHILD_SUBREAPER = 36
 
 # Writes its pid and waits; the setup for signals and children is filled in.
 WAITING = """
@@ -330,6 +333,57 @@ def test_a_process_that_is_forked_meanwhile_has_signals_of_its_own():
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     assert events.empty()
+
+
+def test_the_store_ends_with_a_killed_launcher(script, launcher, pids):
+    """It ignores SIGTERM. The grace period is for the ranks."""
+    process = launcher("run", "-n", 1, "--grace", 1000, script(waiting()))
+    (rank,) = pids("pid0")
+
+    def find_store():
+        tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+        for pid in [int(pid) for task in tasks for pid in task.read_text().split()]:
+            if b"_store_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
+                return pid if int(ignored, 16) >> signal.SIGTERM - 1 & 1 else None
+        return None
+
+    store = eventually(find_store, what="store that ignores SIGTERM")
+    process.kill()
+    eventually(lambda: all_gone([rank, store]), what="end of the rank and the store")
+
+
+@pytest.fixture
+def subreaper():
+    """Make this process adopt what processes that it has started leave behind, as PID 1 would."""
+    prctl = ctypes.CDLL(None).prctl
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+    yield
+    prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+@pytest.mark.usefixtures("subreaper")
+def test_pid_1_reaps_what_a_lost_rank_has_left(monkeypatch):
+    code = """if True:
+        import subprocess, sys, time
+        print(subprocess.Popen(["sleep", "60"]).pid, flush=True)
+        time.sleep(60)
+    """
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    )
+    child = ChildProcess(0, rank, None)
+    loader = int(rank.stdout.readline())
+    os.killpg(rank.pid, signal.SIGKILL)
+    eventually(lambda: all_gone([rank.pid, loader]), what="end of both")
+    rank.stdout.close()
+    assert with_orphans([child]) == []
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 1)
+        child.reap_adopted()
+        assert child.reap() == -signal.SIGKILL, "its exit code is not lost"
+        assert with_orphans([child]) == []
+    assert not Path(f"/proc/{loader}").exists()
 
 
 def test_the_guard_finds_processes_that_it_was_not_told_of():

@@ -139,6 +139,20 @@ def test_preempted_ranks_have_not_failed():
     assert describe(Outcome(exits=left[1:])) == "stopped on request"
 
 
+def test_a_run_that_was_stopped_while_it_started_over_was_preempted():
+    killed = RankExit(rank=0, code=-9, at=1.0, was_terminated=True)
+    for exits in ([], [killed]):
+        outcome = Outcome(exits=exits, signal=15, was_starting_over=True)
+        assert (outcome.preempted, outcome.exit_code) == (True, 75)
+        assert describe(outcome) == (
+            "stopped on request while restarting; "
+            "the run continues from its newest checkpoint, or from step 0"
+        )
+    failed = replace(killed, code=3, was_terminated=False)
+    outcome = Outcome(exits=[failed], signal=15, was_starting_over=True)
+    assert (outcome.preempted, outcome.exit_code) == (False, 3)
+
+
 def test_a_preempted_rank_does_not_hide_a_failure():
     left = RankExit(rank=0, code=75, at=1.0)
     failed = RankExit(rank=1, code=3, at=2.0)

@@ -128,6 +128,29 @@ def test_ranks_continue_when_stdout_is_closed(script, launcher, tmp_path):
     assert (tmp_path / "finished").exists()
 
 
+def test_output_that_is_not_read_during_a_restart_is_shown_once(script, launcher, tmp_path):
+    path = script(
+        """
+        import os, pathlib, sys
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        pathlib.Path("attempt" + attempt).touch()
+        for number in range(1000):
+            print(attempt, number, "x" * 70)
+        sys.exit(3 if attempt == "0" else 0)
+        """
+    )
+    reader, writer = os.pipe()
+    options = ["-n", 1, "--no-prefix", "--max-restarts", 1]
+    timing = {"drain_timeout": 1.0}
+    process = launcher("run", *options, path, stdout=writer, timing=timing)
+    os.close(writer)
+    eventually((tmp_path / "attempt1").exists, what="restart")
+    with os.fdopen(reader) as pipe:
+        lines = pipe.read().splitlines()
+    assert process.wait(20) == 0
+    assert lines == [f"{attempt} {i} {'x' * 70}" for attempt in range(2) for i in range(1000)]
+
+
 def test_no_output_is_lost_on_a_nonblocking_stdout(script, launcher):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -14,7 +14,8 @@ KILLED = -signal.SIGKILL
 class Attempt:
     """Records what a policy does."""
 
-    def __init__(self):
+    def __init__(self, *, has_memory=True):
+        self.has_memory = has_memory
         self.started, self.messages, self.sent = [], [], []
         self.cause = None
         self.end = ""
@@ -24,6 +25,8 @@ class Attempt:
         self.standbys += 1
 
     def start_rank(self, rank, *, incarnation):
+        if not self.has_memory:
+            raise OSError("no memory")
         self.started.append(f"{rank}.{incarnation}")
 
     def send(self, rank, number):
@@ -52,7 +55,16 @@ class Attempt:
 class Run:
     """An elastic run without processes."""
 
-    def __init__(self, ranks, *, min_ranks=1, max_restarts=None, members=True, standby=False):
+    def __init__(
+        self,
+        ranks,
+        *,
+        min_ranks=1,
+        max_restarts=None,
+        members=True,
+        standby=False,
+        attempt=None,
+    ):
         info = RunInfo(
             id="train-0000", script="train.py", min_ranks=min_ranks, pid=1, pid_since=2, started=3.0
         )
@@ -65,12 +77,12 @@ class Run:
             keeps_standby=standby,
         )
         self.now = 100.0
-        self.begin()
+        self.begin(attempt)
         for rank in range(ranks if members else 0):
             self.join(rank)
 
-    def begin(self):
-        self.attempt = Attempt()
+    def begin(self, attempt=None):
+        self.attempt = attempt or Attempt()
         self.attempt.policy = self.policy
         self.policy.begin(self.attempt, self.now)
 
@@ -194,6 +206,56 @@ def test_a_run_without_members_starts_over_with_its_current_size():
     run.begin()
     assert run.attempt.started == ["0.2", "1.2", "2.1"], "names are unique in the run"
     assert not run.policy.wants_restart(Outcome(exits=[]))
+
+
+def test_ranks_that_cannot_be_started_again_are_started_later():
+    """All ranks were lost, and maybe the machine has no memory."""
+    run = Run(2)
+    run.exit(0)
+    run.exit(1)
+    run.begin(Attempt(has_memory=False))
+    assert run.policy.is_waiting
+    assert run.attempt.messages == [
+        f"could not start rank {rank}: no memory; trying again in 10 s" for rank in range(2)
+    ]
+    run.attempt.has_memory = True
+    run.pass_time(10)
+    assert run.attempt.started == ["0.2", "1.1"]
+
+
+def test_a_run_whose_ranks_cannot_be_started_at_first_fails():
+    with pytest.raises(OSError, match="no memory"):
+        Run(2, attempt=Attempt(has_memory=False))
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_ranks_that_end_while_a_stopped_run_starts_over_have_nothing_to_save(has_begun):
+    run = Run(2, members=has_begun)
+    run.exit(0)
+    run.exit(1)
+    run.begin()
+    assert run.policy.is_starting_over is has_begun
+    run.policy.stop(is_preemption=True)
+    assert run.exit(0) is has_begun
+    assert run.exit(1, 143, terminated=True, ended=True) is has_begun
+    assert run.policy.is_starting_over is has_begun
+
+
+def test_an_exception_while_a_run_starts_over_is_recorded():
+    run = Run(2)
+    run.exit(0)
+    run.exit(1)
+    run.begin()
+    run.policy.stop(is_preemption=True)
+    assert run.exit(0, 1, ended=True) is False
+
+
+@pytest.mark.parametrize(("code", "ended"), [(1, True), (KILLED, True), (9, False)])
+def test_a_worker_that_has_failed_is_not_replaced(code, ended):
+    run = Run(2)
+    run.tell(1, "failed")
+    assert run.exit(1, code, ended=ended) is False
+    assert not run.policy.is_waiting
 
 
 def test_ranks_that_die_before_the_group_is_formed_are_replaced_one_by_one():

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 from .._processes import read_stat
@@ -65,6 +64,19 @@ class ChildProcess:
                 return UNKNOWN_EXIT_CODE
         return self.process.wait()
 
+    def reap_adopted(self) -> None:
+        """Reap what the process has left to this one, if this one is PID 1 of a container."""
+        if os.getpid() != 1:
+            return
+        group = self.process.pid
+        with suppress(ChildProcessError):  # there are none
+            while True:
+                found = os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                # The leader is reaped elsewhere. It may be another rank: the id may be reused.
+                if found is None or found.si_pid == group:
+                    return
+                os.waitid(os.P_PID, found.si_pid, os.WEXITED)
+
     def send(self, number: int) -> None:
         """Signal the process, unless it has exited."""
         if not self.has_exited:
@@ -102,10 +114,16 @@ class RecordedExit(NamedTuple):
 def with_orphans(children: Iterable[ChildProcess]) -> list[ChildProcess]:
     """Return the children that exited while a process that they started still runs."""
     exited = {c.process.pid: c for c in children if c.has_exited and c.send_to_group(0)}
-    if not exited or not Path("/proc/self/stat").exists():
+    if not exited:
+        return []
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:  # there is no descriptor left, or it is not mounted
+        pids = []
+    if not pids:
         return list(exited.values())
     living, reused = set(), set()
-    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+    for pid in pids:
         with suppress(OSError):
             stat = read_stat(pid)
             if stat.group in exited and not stat.has_exited:
@@ -113,4 +131,6 @@ def with_orphans(children: Iterable[ChildProcess]) -> list[ChildProcess]:
                 # The leaders have exited. If one exists, the kernel has reused its id.
                 if pid == stat.group:
                     reused.add(stat.group)
+    for group in exited.keys() - living:  # their processes have exited, and nobody waited for them
+        exited[group].reap_adopted()
     return [exited[group] for group in sorted(living - reused)]

@@ -256,8 +256,10 @@ class ErrorReportFilter:
             self.held.append(text)
             if text[:1].strip():
                 self.may_be_complete = text != _HEADER and text not in _LINKS
-            is_usage = self.held[0].startswith(_USAGE)
-            if len(self.held) > MAX_HELD_LINES or (is_usage and _end_of_usage(self.held, 0)):
+            # The lines before this one are not a complete usage error: it would be released.
+            is_usage = len(self.held) > 1 and self.held[0].startswith(_USAGE)
+            ends_usage = is_usage and _USAGE_ERROR.match(text) is not None
+            if ends_usage or len(self.held) > MAX_HELD_LINES:
                 shown += self.release()
         return shown
 

@@ -1,8 +1,9 @@
 """Kills the ranks if the launcher dies, for example by SIGKILL.
 
 Run as a script by the launcher, which holds the other end of stdin. The line ``+123`` adds
-process group 123, ``-123`` removes it. End of file means that the launcher is dead. It may have
-died between starting a process and adding it, so its children are also looked for: leaders of
+process group 123, ``=123`` adds the store, which ignores SIGTERM and is killed when the others have
+ended, ``-123`` removes either. End of file means that the launcher is dead. It may have died
+between starting a process and adding it, so its children are also looked for: leaders of
 sessions that have the job's mark in their environment, while their parent does not. What they have
 started themselves inherits the mark from them.
 
@@ -27,16 +28,21 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
+    stores: set[int] = set()
     for line in sys.stdin:
-        change = groups.add if line[0] == "+" else groups.discard
-        change(int(line[1:]))
+        group = int(line[1:])
+        if line[0] == "-":
+            groups.discard(group)
+            stores.discard(group)
+        else:
+            (stores if line[0] == "=" else groups).add(group)
     deadline = time.monotonic() + float(sys.argv[1])
     time.sleep(2 * POLL_INTERVAL)  # one that was being started has its own environment by then
-    groups = signal_groups(groups | find_children(sys.argv[2]), signal.SIGTERM)
+    groups = signal_groups((groups | find_children(sys.argv[2])) - stores, signal.SIGTERM)
     while groups and time.monotonic() < deadline:
         time.sleep(POLL_INTERVAL)
         groups = signal_groups(groups, 0)
-    signal_groups(groups, signal.SIGKILL)
+    signal_groups(groups | stores, signal.SIGKILL)
 
 
 def find_children(mark: str) -> set[int]:

@@ -13,6 +13,7 @@ from .._formatting import format_ranks, mask_rank
 from .._signals import PREEMPTED_EXIT_CODE, PREEMPTED_MESSAGE, describe_exit, signal_name
 
 _MAX_CONSEQUENCES = 8
+_CONTINUES = "the run continues from its newest checkpoint, or from step 0"
 _TIMEOUT_EXIT_CODE = 124  # as that of timeout(1)
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "often the kernel running out of memory: see dmesg",
@@ -31,7 +32,8 @@ class RankExit:
     code: int
     """The exit code; negative for the number of the signal that killed it."""
     at: float
-    """Seconds after the ranks were started."""
+    """Seconds after the ranks were started at which it exited or, if that was earlier, a worker of
+    an elastic run reported the exception that it failed with."""
     was_terminated: bool = False
     """Whether the launcher had asked it to stop."""
     final_output: Sequence[str] = ()
@@ -90,10 +92,15 @@ class Outcome:
     """How often the ranks were started."""
     restarts: int = 0
     """How many restarts were used: in an elastic run replacements too, otherwise of all ranks."""
+    was_starting_over: bool = False
+    """Whether a signal stopped an elastic run while all its ranks were restarted. Nothing is lost:
+    the run continues from its newest checkpoint, or from step 0."""
 
     @property
     def preempted(self) -> bool:
         """Whether all ranks stopped on request, after saving if they have a directory for that."""
+        if self.was_starting_over:
+            return not any(each.failed for each in self.exits)
         stopped = [each for each in self.exits if each.preempted]
         return bool(stopped) and not any(
             each.code or each.reason for each in self.exits if not each.preempted
@@ -134,6 +141,8 @@ def describe(outcome: Outcome) -> str:
     """Describe which rank failed first and why, which followed, and which were stopped."""
     first = outcome.first_failure
     if outcome.preempted:
+        if outcome.was_starting_over:
+            return f"{PREEMPTED_MESSAGE} while restarting; {_CONTINUES}"
         output = [line for each in outcome.exits for line in each.final_output]
         messages = [line for line in output if line.startswith(PREEMPTED_MESSAGE)]
         return messages[0] if messages else PREEMPTED_MESSAGE

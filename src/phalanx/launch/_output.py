@@ -16,6 +16,7 @@ import os
 import re
 import select
 import selectors
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -204,10 +205,19 @@ class _Stream(NamedTuple):
     source: OutputSource
     lines: LineSplitter
     reports: ErrorReportFilter | None  # filters the lines, if error reports may be among them
+    drain: int  # the number of the first drain that closes it
+
+
+class _Drain(NamedTuple):
+    number: int
+    is_done: threading.Event
 
 
 class OutputPump:
-    """The thread that copies output of processes to the screen."""
+    """The thread that copies output of processes to the screen, in all attempts of a run.
+
+    A paused terminal may block it while ranks are restarted, so it is the only one.
+    """
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -216,17 +226,23 @@ class OutputPump:
         reader, self._message_pipe = os.pipe()
         os.set_blocking(self._message_pipe, False)
         self._own = os.fdopen(reader, "rb", buffering=0)
-        self.add(self._own, OutputSource("phalanx: ", is_error=True))
+        source = OutputSource("phalanx: ", is_error=True)
+        own = _Stream(self._own, source, LineSplitter(), None, drain=sys.maxsize)
+        self._selector.register(self._own, selectors.EVENT_READ, own)
+        self._drain = _Drain(0, threading.Event())  # the last one
+        self._drain.is_done.set()
+        self._is_blocked = False
         self._thread = threading.Thread(target=self._loop, name="phalanx-output", daemon=True)
 
     def add(
         self, pipe: IO[bytes], source: OutputSource, reports: ErrorReportFilter | None = None
     ) -> None:
-        """Copy this pipe's output once started; close it at end of file.
+        """Copy this pipe's output once started; close it at end of file or in the next drain.
 
         The thread may be running: epoll allows to add a descriptor while another thread waits.
         """
-        stream = _Stream(pipe, source, LineSplitter(), reports)
+        drain = self._drain.number + 1
+        stream = _Stream(pipe, source, LineSplitter(), reports, drain)
         self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def start(self) -> None:
@@ -238,16 +254,24 @@ class OutputPump:
             # It may contain the name of a file or variable that is not UTF-8.
             os.write(self._message_pipe, text.encode(errors="backslashreplace") + b"\n")
 
-    def finish(self, *, timeout: float) -> None:
-        """Show the remaining output of the processes, which have exited, and stop.
+    def drain(self, *, timeout: float) -> None:
+        """Show the remaining output of the processes so far, which have exited; close their pipes.
 
-        A pipe may stay open and a paused terminal may block: after `timeout` seconds the rest is
-        dropped.
+        A pipe may stay open. A paused terminal may block: this returns after `timeout` seconds, and
+        the rest is shown later.
+        """
+        drain = self._drain = _Drain(self._drain.number + 1, threading.Event())
+        with suppress(BlockingIOError):  # then there is something to wake up for
+            os.write(self._message_pipe, b"\n")
+        self._is_blocked = not drain.is_done.wait(timeout)
+
+    def finish(self, *, timeout: float) -> None:
+        """Show the remaining output and stop; what is not shown after `timeout` seconds is dropped.
+
+        Do not wait if the terminal was paused in the last drain.
         """
         os.close(self._message_pipe)
-        if self._thread.ident is None:
-            self._thread.start()
-        self._thread.join(timeout)
+        self._thread.join(0 if self._is_blocked else timeout)
 
     def _loop(self) -> None:
         is_ending = False
@@ -255,7 +279,9 @@ class OutputPump:
             timeout = None
             if self._holding:
                 timeout = max(0.0, min(each.due() for each in self._holding) - time.monotonic())
-            ready = self._selector.select(0 if is_ending else timeout)
+            drain = self._drain
+            is_draining = not drain.is_done.is_set()
+            ready = self._selector.select(0 if is_ending or is_draining else timeout)
             if is_ending and not ready:
                 break
             for key, _ in ready:
@@ -273,13 +299,24 @@ class OutputPump:
             for reports, source in [*self._holding.items()]:
                 if reports.due() <= now:
                     self._release(reports, source)
+            is_drained = is_draining and not any(key.data.drain <= drain.number for key, _ in ready)
+            if is_drained:
+                self._close_streams(drain.number)
             self._screen.flush()
-        for key in list(self._selector.get_map().values()):
-            self._close(key.data)
+            if is_drained:
+                drain.is_done.set()
+        self._close_streams(sys.maxsize)
         self._screen.flush()
         self._selector.close()
 
+    def _close_streams(self, drain: int) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data.drain <= drain:
+                self._close(key.data)
+
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
+        if stream.pipe is self._own:
+            lines = [line for line in lines if line]  # the others are for waking up
         if lines and not stream.source.is_error:
             # First show the report that the same process wrote to stderr, if it may be complete.
             process = stream.source.label, stream.source.rank

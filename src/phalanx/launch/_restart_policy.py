@@ -14,13 +14,14 @@ becomes a member of the group when it has the state of the others. What its exit
 - 0 otherwise: it has finished, unless the others then report that they lack a member for their next
   step: the job fails, since ranks disagree on the last step;
 - that of a preemption while others start or stay: it is gone;
+- any but 0 of a worker that has sent that it failed: the job fails, even if it was killed then;
 - any other exit code, such as that of an exception: the job fails. So does any
   non-zero exit code of a process that has no `ElasticRun` yet: whether its exit handlers ran is
   not known.
 
 While the run is stopped, members save what there is to save, and one that is lost does not matter
 if another has sent that it saved. If all have ended and none has, the job fails because of the
-loss.
+loss. A run that is stopped while it starts over, before it has members again, has nothing to save.
 
 The losses of a rank are forgotten when a worker in it becomes a member. The first cause of a
 failure is the earliest loss that is not forgotten.
@@ -120,6 +121,11 @@ class RestartPolicy(ABC):
         """Whether a rank will be started later."""
         return False
 
+    @property
+    def is_starting_over(self) -> bool:
+        """Whether the run has had members, and all ranks are restarted."""
+        return False
+
     def on_message(  # noqa: B027
         self, rank: int, message: WorkerMessage, now: float
     ) -> None:
@@ -206,6 +212,7 @@ class _SupervisedWorker:
     is_leader: bool = False  # it stays the leader until it ends
     is_initial: bool = False  # started with the attempt
     is_replacement: bool = False
+    has_failed: bool = False  # with an uncaught exception
     was_asked_to_leave: bool = False  # by this launcher
     has_successor: bool = False  # one was started because this worker leaves
     has_left: bool = False
@@ -297,18 +304,22 @@ class ReplaceLost(RestartPolicy):
         self._wants_restart = False
 
     def begin(self, attempt: AttemptControl, now: float) -> None:
-        if not self._incarnations:
+        is_first = not self._incarnations
+        if is_first:
             attempt.show(f"elastic run {self._run.id}: {format_count(self.ranks, 'rank')}")
         self._attempt = attempt
         self._reset()
         for rank in range(self.ranks):
             worker = self._add(rank)
             worker.is_initial = True
-            attempt.start_rank(rank, incarnation=worker.incarnation)
-            worker.state, worker.started_at = WorkerState.STARTING, now
+            self._start(worker, now, retries=not is_first)
 
     def wants_restart(self, outcome: Outcome) -> bool:  # noqa: ARG002
         return self._wants_restart
+
+    @property
+    def is_starting_over(self) -> bool:
+        return self.has_begun and (self._wants_restart or not self._is_formed)
 
     @property
     def is_waiting(self) -> bool:
@@ -351,6 +362,8 @@ class ReplaceLost(RestartPolicy):
                 self._has_saved = True
             case "finished" | "continuing":
                 worker.has_finished = message.event == "finished"
+            case "failed":
+                worker.has_failed = True
 
         self._prepare_standby()
 
@@ -451,7 +464,7 @@ class ReplaceLost(RestartPolicy):
         is_killed = result.code < 0 and result.code != -signal.SIGINT
         has_more_to_do = worker.is_member and not worker.has_finished
         is_lost = (result.code != 0 or has_more_to_do) and (is_killed or not is_orderly)
-        is_lost &= not result.preempted
+        is_lost &= not result.preempted and not worker.has_failed
         if self._is_stopping:
             return self._on_exit_while_stopping(worker, exit_, is_lost=is_lost)
         if worker.has_left or (worker.was_asked_to_leave and result.code):
@@ -514,8 +527,10 @@ class ReplaceLost(RestartPolicy):
         """Handle an exit while the run is stopped; return True if it need not be recorded."""
         if self._has_succeeded:
             return True
-        if not self._is_preempted or not self._is_formed:
+        if not self._is_preempted:
             return False
+        if not self._is_formed:  # if there have been members, what they saved is not lost
+            return self.has_begun and (is_lost or exit_.result.was_terminated)
         if not worker.is_member:
             return True
         self._is_departing |= worker.state is WorkerState.LEAVING
@@ -773,10 +788,12 @@ class ReplaceLost(RestartPolicy):
             self._attempt.show(f"killing rank {worker.rank}: {why}")
             self._attempt.send(worker.rank, signal.SIGKILL)
 
-    def _start(self, worker: _SupervisedWorker, now: float) -> None:
+    def _start(self, worker: _SupervisedWorker, now: float, *, retries: bool = True) -> None:
         try:
             self._attempt.start_rank(worker.rank, incarnation=worker.incarnation)
         except OSError as error:  # no memory, or too many processes
+            if not retries:
+                raise
             worker.due = now + START_RETRY_INTERVAL
             again = f"trying again in {START_RETRY_INTERVAL:g} s"
             self._attempt.show(f"could not start rank {worker.rank}: {error}; {again}")

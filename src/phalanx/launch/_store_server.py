@@ -3,6 +3,9 @@
 Run by the launcher with ``-m``. The launcher opens the listening socket and passes it down, so
 the port is known before torch is imported, and a rank that connects early waits in the socket's
 backlog. The launcher itself never imports torch.
+
+A scheduler may signal all processes of a job at once. Ranks that save and leave then need the
+store, so it ignores these signals. The launcher, or the orphan guard, ends it by SIGKILL.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import sys
 
 def main() -> None:
     """Serve the store on the inherited socket until killed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     from torch._C._distributed_c10d import TCPStore
 
     listener = socket.socket(fileno=int(sys.argv[1]))

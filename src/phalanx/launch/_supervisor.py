@@ -48,7 +48,12 @@ from ._error_reports import ErrorReportFilter
 from ._job import OWN_VARIABLES, Job
 from ._outcome import Outcome, RankExit, describe_code
 from ._output import OutputPump, OutputSource, Screen
-from ._restart_policy import ReplaceLost, RestartPolicy, RestartTogether
+from ._restart_policy import (
+    START_RETRY_INTERVAL,
+    ReplaceLost,
+    RestartPolicy,
+    RestartTogether,
+)
 from ._run_directory import run_directory
 from ._standby import encode_assignment, standby_command
 from ._worker_channel import ChannelReader, WorkerChannel
@@ -76,7 +81,7 @@ class SupervisorTiming:
     stack_timeout: float = 2.0
     """Ranks that have not printed their stacks after this time are stopped without."""
     drain_timeout: float = 5.0
-    """Output that the terminal has not accepted after this time is dropped."""
+    """Output that the terminal has not accepted this long after the end of the run is dropped."""
     quorum_timeout: float = 60.0
     """An elastic run with too few members for this time starts over. Longer if its ranks take
     longer to start."""
@@ -137,11 +142,11 @@ def supervise(job: Job, *, screen: Screen, timing: SupervisorTiming | None = Non
         standard_descriptors(),
         _signals_into(events),
         _orphan_guard_process(grace=grace, mark=job.mark) as guard,
+        _output_pump(screen, timeout=timing.drain_timeout) as pump,
         _restart_policy(job, events, timing) as (policy, channels),
     ):
         began = time.monotonic()
         for number in count():
-            pump = OutputPump(screen)
             attempt = _Attempt(job, number, policy, channels, events, guard, pump, timing, began)
             outcome = attempt.run()
             if outcome.signal is not None or not policy.wants_restart(outcome):
@@ -300,6 +305,16 @@ def _orphan_guard_process(*, grace: float, mark: str) -> Iterator[IO[bytes]]:
         process.stdin.close()
 
 
+@contextmanager
+def _output_pump(screen: Screen, *, timeout: float) -> Iterator[OutputPump]:
+    pump = OutputPump(screen)
+    pump.start()
+    try:
+        yield pump
+    finally:
+        pump.finish(timeout=timeout)
+
+
 class _Attempt:
     """One attempt: all ranks are started together, watched, and stopped together.
 
@@ -342,6 +357,8 @@ class _Attempt:
         """A second signal: nothing is waited for."""
         self._is_over = False
         """The policy has ended the attempt."""
+        self._is_killed = False
+        """The policy has ended it for another one."""
         self._orphaned: dict[ChildProcess, float] = {}
         """Lost ranks, and when to kill what they have started."""
         self._next_orphan_check = 0.0
@@ -351,14 +368,13 @@ class _Attempt:
     def run(self) -> Outcome:
         try:
             self._start_all()
-            self._pump.start()
             self._wait_until(
                 lambda: self._is_over or (self._ranks_exited() and not self._policy.is_waiting)
             )
             self._check_timeout()
         finally:
             self._stop()
-            self._pump.finish(timeout=self._timing.drain_timeout)
+            self._pump.drain(timeout=self._timing.drain_timeout)
         exits = sorted((each.with_output() for each in self._exits), key=lambda each: each.at)
         number = None if self._signal is None else self._signal.number
         timeout = self._job.timeout if self._timed_out else None
@@ -368,11 +384,15 @@ class _Attempt:
             timeout=timeout,
             attempts=self._number + 1,
             restarts=self._policy.restarts,
+            was_starting_over=number is not None and self._policy.is_starting_over,
         )
 
     def _start_all(self) -> None:
         try:
-            self._start_store()
+            if self._number == 0 or self._channels is None:
+                self._start_store()
+            elif not self._retry_store():
+                return
             self._policy.begin(self, time.monotonic())
             self._is_starting = False
         except OSError as error:
@@ -386,6 +406,27 @@ class _Attempt:
             command = [sys.executable, "-P", "-m", "phalanx.launch._store_server", str(fd)]
             env = self._job.store_env()
             self._start(None, command, env=env, stdin=subprocess.DEVNULL, pass_fds=[fd])
+
+    def _retry_store(self) -> bool:
+        """Start the store of an elastic run that starts over, when the system has what it takes.
+
+        Return False if a signal stops the run meanwhile.
+        """
+        while self._signal is None:
+            try:
+                self._start_store()
+                return True
+            except OSError as error:
+                again = f"trying again in {START_RETRY_INTERVAL:g} s"
+                self.show(f"could not start the store: {error}; {again}")
+            self._await_signal(START_RETRY_INTERVAL)
+        return False
+
+    def _await_signal(self, timeout: float) -> None:
+        due = time.monotonic() + timeout
+        self._wait_until(
+            lambda: self._signal is not None or time.monotonic() >= due, poll=timeout / 10
+        )
 
     def start_rank(self, rank: int, *, incarnation: int) -> None:
         """Start a rank; raise OSError if that fails."""
@@ -499,6 +540,7 @@ class _Attempt:
     def kill(self) -> None:
         """End the attempt immediately, for another one."""
         self.finish()
+        self._is_killed = True
         self._stop_requested_at = self._deadline = time.monotonic()
 
     def show(self, message: str) -> None:
@@ -513,9 +555,12 @@ class _Attempt:
         **options: Any,
     ) -> None:
         """Start a rank or the store in a new session; its exit becomes an event."""
-        self._register(rank, self._spawn(command, **options), channel)
+        process = self._spawn(command, is_store=rank is None, **options)
+        self._register(rank, process, channel)
 
-    def _spawn(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, command: Sequence[str], *, is_store: bool = False, **options: Any
+    ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -524,7 +569,7 @@ class _Attempt:
             start_new_session=True,
             **options,
         )
-        self._tell_guard(f"+{process.pid}")
+        self._tell_guard(f"{'=' if is_store else '+'}{process.pid}")
         return process
 
     def _register(
@@ -606,15 +651,19 @@ class _Attempt:
     def _on_exit(self, event: ProcessExited) -> None:
         child, requested = event.child, self._stop_requested_at
         rank, code = child.rank, child.reap()
-        was_terminated = requested is not None and event.at >= requested
         # Of all ranks: what the others wrote before this exit counts before it, too.
         self._receive_messages()
         self._running.discard(child)
+        failed_at = None if child.channel is None else child.channel.failed_at
+        at = event.at if failed_at is None else min(failed_at, event.at)
+        was_terminated = requested is not None and at >= requested
+        if failed_at is not None and code < 0 and requested is not None and not was_terminated:
+            code = 1  # it was still ending because of its exception when it was killed
         result = RankExit(
             rank=rank,
             # A store that exits before the ranks has failed, whatever its code.
             code=code or (1 if rank is None else 0),
-            at=event.at - self._began,
+            at=at - self._began,
             was_terminated=was_terminated,
         )
         exit_, is_orderly = RecordedExit(result, child.reports), True
@@ -657,8 +706,20 @@ class _Attempt:
             delay = self._job.grace if result.preempted else self._job.linger
             self._deadline = time.monotonic() + delay
             if not self._ranks_exited() and not result.preempted:
-                message = message or f"{result.name} failed: {describe_code(result.code)}"
+                message = message or self._describe_failure(result)
                 self.show(f"{message}; stopping the others")
+
+    def _describe_failure(self, result: RankExit) -> str:
+        """Describe the first failure: this exit, or one that a rank has reported and ends from."""
+        reported = {
+            each.channel.failed_at - self._began: each.rank
+            for each in self._running
+            if each.channel is not None and each.channel.failed_at is not None
+        }
+        first = min(reported, default=result.at)
+        if first < result.at:
+            return f"rank {reported[first]} failed: uncaught exception"
+        return f"{result.name} failed: {describe_code(result.code)}"
 
     def _has_failed(self) -> bool:
         return any(each.result.failed or each.result.preempted for each in self._exits)
@@ -672,6 +733,12 @@ class _Attempt:
             and event.number == first.number
             and event.at < first.at + self._timing.duplicate_signal_window
         ):
+            return
+        if self._is_killed and first is None:
+            self._signal = event  # there is nobody to ask
+            self.show(
+                f"{signal_name(event.number)}: not restarting; a second one kills what still runs"
+            )
             return
         if self._stop_requested_at is not None:
             # A second request: kill now. Killed processes keep their deadline.

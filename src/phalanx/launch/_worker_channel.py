@@ -16,6 +16,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class WorkerMessage:
     ``progress``: from the leader, now and then; ``leaving``: it was told to, and does so after its
     step; ``left``; ``saved``: all leave, and there is nothing more to save; ``finished``: it has
     completed all steps; ``continuing``: with more of them; ``short``: the next step waits for the
-    minimum of members; ``ended``: its interpreter ends. Others are ignored."""
+    minimum of members; ``failed``: it ends because of an uncaught exception, of which the others
+    are told next; ``ended``: its interpreter ends. Others are ignored."""
     step: int | None = None
     max_members: int | None = None
     """With ``ready``: how many workers can be members at most."""
@@ -51,6 +53,8 @@ class WorkerChannel:
         """Whether the worker has sent that its interpreter ends."""
         self.is_silent = True
         """Whether the worker has sent nothing: it has not created an `ElasticRun`."""
+        self.failed_at: float | None = None
+        """When it was read that the worker has failed, on the monotonic clock."""
         self._socket, self._worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         self._lock = threading.Lock()
@@ -114,7 +118,10 @@ class WorkerChannel:
             found = [message for line in lines if (message := _parse(line)) is not None]
             self._messages += found
             self.is_silent &= not found
-            self.has_ended |= any(message.event == "ended" for message in found)
+            events = {message.event for message in found}
+            self.has_ended |= "ended" in events
+            if "failed" in events and self.failed_at is None:
+                self.failed_at = time.monotonic()
 
 
 def _parse(line: bytes) -> WorkerMessage | None:

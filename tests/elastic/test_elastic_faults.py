@@ -497,3 +497,192 @@ def test_a_worker_joins_though_the_author_of_its_plan_is_lost(tmp_path):
     assert _results(outcome.output) == expected, outcome
     assert "the author of the plan ends" in outcome.output, outcome
     assert max(map(float, re.findall("waited: (.*)", outcome.output))) < 20, outcome
+
+
+EPOCHS = """
+import os, sys
+import numpy
+
+class Best:
+    value = float("inf")
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+is_alone = "PHALANX_ELASTIC" not in os.environ
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+best, group = Best(), optimizer.param_groups[0]
+base, late = model, nn.Linear(8, 1)
+model = nn.ModuleList([base, late])
+run, loader = make(state={"scheduler": scheduler, "best": best})
+measure = lambda batch: nn.functional.mse_loss(base(batch[0]), batch[1])
+
+def train_epochs(in_step, after_epoch=lambda: None):
+    for epoch in range(5):
+        for step in run.steps((epoch + 1) * 12):
+            for micro in step.micro_batches(loader):
+                predicted = base(micro.inputs) + late(micro.inputs)
+                micro.backward(nn.functional.mse_loss(predicted, micro.targets))
+            group["weight_decay"] = step.number / 1000  # of the group that the optimizer steps
+            optimizer.step()
+            model.zero_grad()
+            best.value = numpy.minimum(best.value, step.loss)  # a number of NumPy's
+            in_step(step)
+        scheduler.step(epoch + run.evaluate(measure, loader))
+        if epoch == 0:
+            optimizer.add_param_group({"params": list(late.parameters())})
+        after_epoch()
+    print("result:", run.hash(), best.value)
+"""
+
+
+def test_a_replacement_does_not_count_again_what_happens_between_calls_of_steps(tmp_path):
+    body = """
+def in_step(step):
+    if step.number == 14:
+        base[1].eval()
+    if step.number > 40:
+        wait_for_replacements(run, is_alone)
+
+train_epochs(in_step)
+"""
+    fault = Fault("elastic:before_optimizer", kill(), rank=2, nth=27)
+    expected, outcome = outcome_of(tmp_path, EPOCHS + body, fault)
+    assert outcome.output.count("result:") == 3, outcome
+    assert _results(outcome.output) == expected, outcome
+
+
+@pytest.mark.parametrize("saves", ["in", "after"])
+def test_a_run_that_starts_over_does_not_count_again_what_happens_between_calls(tmp_path, saves):
+    """From a checkpoint that was saved in an epoch, or after one."""
+    body = f"""
+is_in = {saves == "in"}
+run.restore({str(tmp_path)!r} + ("/alone" if is_alone else "/elastic"))
+train_epochs(
+    lambda step: is_in and run.save_every(10), lambda: is_in or run.save()
+)
+"""
+    # Rank 0 is the leader. All are lost in the same step.
+    faults = [
+        Fault("elastic:before_optimizer", kill(), rank=rank, nth=45, survivors=0)
+        for rank in range(3)
+    ]
+    expected, outcome = outcome_of(tmp_path, EPOCHS + body, *faults)
+    assert "restarting all from the newest checkpoint" in outcome.output, outcome
+    assert _results(outcome.output) == expected, outcome
+
+
+def test_a_leader_that_leaves_slowly_does_not_keep_the_next_one_from_saving(tmp_path):
+    body = f"""
+import os, signal
+
+is_alone = "PHALANX_ELASTIC" not in os.environ
+run, loader = make()
+run.restore({str(tmp_path)!r} + ("/alone" if is_alone else "/elastic"))
+try:
+    for step in run.steps(20):
+        train(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.save_every(1)
+        if not is_alone and run.is_leader and step.number == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # so that it leaves after this step
+finally:
+    time.sleep(0 if is_alone else 1)
+print("result:", run.hash())
+"""
+    expected, outcome = outcome_of(tmp_path, body)
+    assert _results(outcome.output) == expected, outcome
+
+
+def test_a_script_that_breaks_out_and_keeps_the_iterator_ends(tmp_path):
+    body = """
+run, loader = make()
+steps = run.steps(60)
+for step in steps:
+    train(step)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step.number == 12:
+        break
+print("result:", run.hash())
+"""
+    expected, outcome = outcome_of(tmp_path, body)
+    assert _results(outcome.output) == expected, outcome
+    assert outcome.duration < TIMEOUT / 2, outcome
+
+
+def test_a_dataset_that_needs_worker_init_fn_survives_a_loss(tmp_path):
+    body = """
+handle = None
+
+class Lazy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return handle[index], handle[index].sum(0, keepdim=True)
+
+def open_handle(worker):
+    global handle
+    handle = inputs
+
+run = ElasticRun(model, optimizer, micro_batches=6)
+loader = run.loader(Lazy(), batch_size=4, num_workers=1, worker_init_fn=open_handle)
+for step in run.steps(8):
+    train(step)
+    optimizer.step()
+    optimizer.zero_grad()
+print("result:", run.hash())
+"""
+    fault = Fault("elastic:forward", kill(), rank=0, nth=5)
+    expected, outcome = outcome_of(tmp_path, body, fault)
+    assert _results(outcome.output) == expected, outcome
+
+
+def test_on_change_must_not_evaluate(tmp_path):
+    script = tmp_path / "train.py"
+    body = """
+def on_change(change):
+    run.evaluate(lambda batch: 0.0, loader)
+
+run, loader = make(on_change=on_change)
+for step in run.steps(100):
+    train(step)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    script.write_text(PROLOGUE + body)
+    fault = Fault("elastic:forward", kill(), rank=2, nth=5)
+    outcome = run_elastic(script, ranks=3, faults=[fault], timeout=TIMEOUT)
+    assert outcome.exit_code == 1, outcome
+    assert "on_change= must not call run.evaluate()" in outcome.output, outcome
+
+
+def test_a_state_that_cannot_be_sent_is_refused_before_a_rank_is_lost(tmp_path):
+    script = tmp_path / "train.py"
+    body = """
+class Seen:
+    value = None
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+seen = Seen()
+run, loader = make(state={"seen": seen})
+for step in run.steps(100):
+    train(step)
+    seen.value = {step.number}  # a set
+"""
+    script.write_text(PROLOGUE + body)
+    outcome = run_elastic(script, ranks=2, timeout=TIMEOUT)
+    assert outcome.exit_code == 1, outcome
+    assert "seen.value has unsupported type set" in outcome.output, outcome
+    assert "A worker that joins an elastic run gets this state" in outcome.output, outcome

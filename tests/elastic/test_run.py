@@ -1,5 +1,6 @@
 """An elastic run: checkpoints, hashes, fingerprints, evaluation, buffers, generators."""
 
+import contextlib
 import random
 import threading
 import warnings
@@ -98,6 +99,93 @@ def test_a_checkpoint_of_an_older_step_can_be_chosen(tmp_path):
         return other.hash() == hashes[2]
 
     assert on_threads(body, 1) == [True]
+
+
+class _Stopped(Exception):
+    pass
+
+
+def _train_in_epochs(group, directory, *, saves, stop_at=None):
+    """Train with a call of steps() per epoch, and more in between; return the hash."""
+    first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9)
+    held = optimizer.param_groups[0]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    module = nn.ModuleList([first, second])
+    run = ElasticRun(
+        module, optimizer, micro_batches=4, group=group, state={"scheduler": scheduler}
+    )
+    with contextlib.closing(run):
+        run.restore(directory)
+        for epoch in range(3):
+            for step in run.steps(4 * (epoch + 1)):
+                for micro in step.micro_batches():
+                    loss = (first.weight**2).sum() + (second.weight * micro.number).sum()
+                    micro.backward(loss)
+                optimizer.step()
+                module.zero_grad()  # also of what the optimizer gets later
+                held["weight_decay"] = step.number / 100  # of the group that the optimizer steps
+                if saves == "every third step":
+                    run.save_every(3)
+                elif saves == "every fourth step":
+                    run.save_every(4)
+                if step.number == stop_at:
+                    raise _Stopped
+            if saves == "before the scheduler":
+                run.save_every(4)
+            scheduler.step()
+            if epoch == 0:
+                optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.05})
+            if saves == "after the scheduler":
+                run.save()
+        return run.hash()
+
+
+@pytest.mark.parametrize("stop_at", [3, 5, 9, 11])
+@pytest.mark.parametrize(
+    "saves",
+    ["every third step", "every fourth step", "before the scheduler", "after the scheduler"],
+)
+def test_what_a_script_does_between_calls_of_steps_counts_once(tmp_path, saves, stop_at):
+    """A restored run has the bits of one that was not stopped, wherever it was saved."""
+
+    def body(group):
+        torch.manual_seed(0)
+        expected = _train_in_epochs(group, tmp_path / "whole", saves=saves)
+        torch.manual_seed(0)
+        with pytest.raises(_Stopped):
+            _train_in_epochs(group, tmp_path / "stopped", saves=saves, stop_at=stop_at)
+        torch.manual_seed(0)
+        assert _train_in_epochs(group, tmp_path / "stopped", saves=saves) == expected
+        torch.manual_seed(0)  # and again, now that all is done
+        assert _train_in_epochs(group, tmp_path / "stopped", saves=saves) == expected
+        return True
+
+    assert on_threads(body, 1) == [True]
+
+
+def test_saves_that_a_restored_run_has_passed_are_not_made_again(tmp_path):
+    def body(group):
+        run = small_run(group)
+        run.restore(tmp_path)
+        make_steps(run, 2)
+        make_steps(run, 5)
+        run.save()
+        expected = run.hash()
+        other = small_run(group)
+        other.restore(tmp_path)
+        make_steps(other, 2)
+        with torch.no_grad():
+            other.model.weight.zero_()  # as code after the first call might
+        other.save()
+        assert not other.save_every(1)
+        make_steps(other, 5)
+        assert other.hash() == expected
+        third = small_run(group)
+        third.restore(tmp_path)
+        return third.hash() == expected
+
+    assert on_threads(body, 2) == [True] * 2
 
 
 def test_diff_of_two_runs_tells_whether_they_are_the_same(ranks, tmp_path):

@@ -198,10 +198,18 @@ def _parse(value: Any, path: StatePath, mark: Mark) -> Node:
         return TensorLeaf(tensor_name(path), value.dtype, shape, device, value, mark)
     if isinstance(value, Branch | TensorLeaf):
         return value  # already parsed, before staging
+    if _is_numpy_number(value):
+        value = value.item()
     if type(value) in SCALAR_TYPES:
         _check_scalar(value, path)
         return Scalar(value, mark)
     return _parse_branch(value, path, mark)
+
+
+def _is_numpy_number(value: Any) -> bool:
+    """Whether a value is what NumPy returns for one number, such as the minimum of two."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
 
 
 def _parse_branch(value: Any, path: StatePath, mark: Mark) -> Branch:

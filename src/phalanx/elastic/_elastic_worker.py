@@ -11,6 +11,7 @@ means after them.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import logging
@@ -18,8 +19,11 @@ import os
 import signal
 import socket
 import sys
+import termios
 import threading
 import time
+import weakref
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,7 +50,7 @@ _log = logging.getLogger("phalanx.elastic")
 PROGRESS_INTERVAL = 0.5
 """Seconds between two reports of progress."""
 SEND_TIMEOUT = 0.5
-"""Seconds that a worker waits for a supervisor that does not read. Progress reports do not wait."""
+"""Seconds that a worker waits for a supervisor that does not read."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +86,26 @@ class SupervisorChannel:
             return
         with suppress(OSError):
             fields = {"event": event, "leader": self.is_leader, **facts}
-            self._socket.settimeout(0 if event == "progress" else SEND_TIMEOUT)
+            self._socket.settimeout(SEND_TIMEOUT)
             self._socket.send(json.dumps(fields).encode() + b"\n")
 
     def tell_progress(self, step: int) -> None:
         """Tell how far the run is, if this worker is the leader and has not just done so.
 
-        Messages may be lost, so they must not tell only what is new.
+        Not while the supervisor has not read what was sent before: if it is suspended, reports must
+        not fill the socket, which is to have room for other events.
         """
         now = time.monotonic()
         if self.is_leader and now >= self._reported + PROGRESS_INTERVAL:
             self._reported = now
-            self.tell("progress", step=step)
+            if not self._has_unread():
+                self.tell("progress", step=step)
+
+    def _has_unread(self) -> bool:
+        size = array("i", [0])
+        with suppress(OSError):
+            fcntl.ioctl(self._socket, termios.TIOCOUTQ, size)
+        return size[0] > 0
 
 
 class ElasticWorker:
@@ -139,6 +151,12 @@ class ElasticWorker:
         """Whether this worker logs for all before there are members."""
         self.is_member = False
         """Whether this worker takes part in steps, with the state of the run."""
+        self._run: weakref.ref[ElasticRun] | None = None
+        self._unchecked_steps = 2
+        """Before so many steps it is checked that the state can be sent to others: the first one
+        may change its types. Later it is known when a rank joins."""
+        self.is_announcing = False
+        """Whether the script's `on_change` is running."""
         self._must_plan = False
         """After a lost rank or an abandoned plan: plan even without new requests."""
         self._is_new = False
@@ -179,13 +197,18 @@ class ElasticWorker:
         # The others would make the same mistake: they raise this cause, and do not recover.
         if os.getpid() == self._pid:
             why = f"{kind.__name__}: {error}"
+            self._channel.tell("failed")  # first: the others may end sooner than this process
             self.mark_failed(why)
             self._generations.abort(f"{why} (uncaught)")
         self._previous_hook(kind, error, trace)
 
     def _on_exit(self) -> None:
-        # An uncaught exception ends the loop over steps, too, but not the run.
-        if self._is_finished and not self._has_failed and os.getpid() == self._pid:
+        if os.getpid() != self._pid or self._has_failed:
+            return
+        run = None if self._run is None else self._run()
+        if run is not None and not self._is_finished:
+            run._leave_steps_at_exit()
+        if self._is_finished:
             self._generations.mark_over()
 
     def note_committed(self, run: ElasticRun) -> None:
@@ -221,6 +244,7 @@ class ElasticWorker:
 
     def join(self, run: ElasticRun) -> None:
         """Wait until this worker is a member and has the state of the run."""
+        self._run = weakref.ref(run)
         if not self.is_member:
             self._channel.tell("ready", max_members=self._max_members)
         while not self.is_member:
@@ -309,6 +333,9 @@ class ElasticWorker:
     def change_members(self, run: ElasticRun) -> None:
         """Let workers join or leave, if all members know that some want to."""
         generations = self._generations
+        if self._unchecked_steps:
+            self._unchecked_steps -= 1
+            run._run_state.check_transferable(run._position)
         is_new, self._is_new = self._is_new, False
         if self._is_finished:  # by an earlier call of run.steps()
             self._is_finished = False
@@ -335,6 +362,7 @@ class ElasticWorker:
 
     def _depart(self, run: ElasticRun, departure: Departure) -> NoReturn:
         if not departure.all_left:
+            run._checkpoints.close()  # another leader is about to save in the directory
             self._channel.tell("left")
             raise SystemExit(0)
         if self._generations.await_turn_to_save(departure):
@@ -376,4 +404,8 @@ class ElasticWorker:
                 change.world_size,
             )
         if run._on_change is not None:
-            run._on_change(change)
+            self.is_announcing = True
+            try:
+                run._on_change(change)
+            finally:
+                self.is_announcing = False

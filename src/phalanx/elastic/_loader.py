@@ -12,6 +12,9 @@ last reference to the loader is gone, without waiting for the garbage collector.
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,6 +39,9 @@ SeedPath = tuple[int | str, ...]
 """A place in the run, as `derive_seed` takes it."""
 
 NOT_INDICES = (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+LEAVE_TIMEOUT = 30
+"""Seconds that a data loader's worker lives after SIGTERM, for the rank to end its step."""
 
 SETTING_NAMES = {
     "length": "samples per epoch",
@@ -210,7 +216,11 @@ class TaggedCollate:
 
 
 class WorkerInit:
-    """Show the user's dataset in `get_worker_info()`, then call the user's `worker_init_fn`."""
+    """Show the user's dataset in `get_worker_info()`, then call the user's `worker_init_fn`.
+
+    Also outlive SIGTERM for a while. Schedulers send it to all processes of a job, and a rank that
+    is told to leave needs its workers until the end of its step.
+    """
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn
@@ -220,8 +230,25 @@ class WorkerInit:
         assert info is not None
         assert isinstance(info.dataset, SeededDataset)
         object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        _outlive_sigterm()
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
+
+
+def _outlive_sigterm() -> None:
+    """Have SIGTERM end this process only after `LEAVE_TIMEOUT`.
+
+    A second one ends it at once, and the first one if its rank is gone.
+    """
+    rank = os.getppid()
+
+    def handle(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getppid() != rank:
+            signal.raise_signal(number)
+        signal.alarm(LEAVE_TIMEOUT)
+
+    signal.signal(signal.SIGTERM, handle)
 
 
 class ElasticLoader:
@@ -327,10 +354,12 @@ class ElasticLoader:
             "drop_last": drop_last,
             "order": order is not None,
         }
+        self._has_worker_init = worker_init_fn is not None
         self._block = (0, micro_batches)
         self._pending: deque[BatchRequest] = deque()
         self._stream: Any = None
         """The iterator with workers, if it is running."""
+        self._close_at_exit = _closing(weakref.ref(self))
         self._position = (0, 0)
         """The loop and micro-batch that it returns next."""
 
@@ -373,7 +402,8 @@ class ElasticLoader:
 
         Fast if micro-batches of the block are requested in order, for workers have fetched them
         in advance. Any other request is served too: within the block by starting the workers
-        again from there, otherwise in the main process.
+        again from there, otherwise in the main process, or if there is a `worker_init_fn`, without
+        which the dataset may not work, by a worker for this request.
 
         A fetch in the main process clobbers the global generators; callers must seed them.
         """
@@ -381,12 +411,15 @@ class ElasticLoader:
         assert 0 <= micro < self._order.micro_batches
         lo, hi = self._block
         request = self._order.training_request(loop, micro)
+        if self.num_workers > 0 and not lo <= micro < hi and self._has_worker_init:
+            return self._fetch_in_new_worker(request)
         if self.num_workers == 0 or not lo <= micro < hi:
             return self._fetch_in_main_process(request)
         if self._stream is None or self._position != (loop, micro):
             self.close()
             requests = self._order.training_requests(loop, micro, self._block)
             self._stream = self._start(requests)
+            atexit.register(self._close_at_exit)  # later than torch: so this is called earlier
         try:
             batch = _take(self._stream, request.path)
         except BaseException:
@@ -398,6 +431,7 @@ class ElasticLoader:
     def close(self) -> None:
         """Stop the workers, if any are running. The next fetch starts them again."""
         stream, self._stream = self._stream, None
+        atexit.unregister(self._close_at_exit)
         if stream is not None:
             _stop(stream)
 
@@ -456,8 +490,9 @@ class ElasticLoader:
 
     # -- fetching ----------------------------------------------------------------------------
 
-    def _start(self, requests: Iterable[Any]) -> Any:
-        stream: Any = _iterator(DataLoader(batch_sampler=requests, **self._worker_options))
+    def _start(self, requests: Iterable[Any], **options: Any) -> Any:
+        options = {**self._worker_options, **options}
+        stream: Any = _iterator(DataLoader(batch_sampler=requests, **options))
         # If the loader is in a reference cycle, the garbage collector finalizes these queues before
         # the iterator, which then cannot tell its workers to exit and waits 5 s for each of them.
         # A reference from outside of the cycle reverses the order.
@@ -470,6 +505,13 @@ class ElasticLoader:
         """An iterator of torch's that fetches what is in `_pending`, in the main process."""
         requests: Iterable[Any] = iter(self._pending.popleft, None)
         return _iterator(DataLoader(batch_sampler=requests, **self._main_process_options))
+
+    def _fetch_in_new_worker(self, request: BatchRequest) -> Any:
+        stream = self._start([request], num_workers=1)
+        try:
+            return _take(stream, request.path)
+        finally:
+            _stop(stream)
 
     def _fetch_in_main_process(self, request: BatchRequest) -> Any:
         self._pending.clear()  # if a signal interrupted the last fetch
@@ -502,6 +544,20 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[Any]:
 
 def _release(queues: tuple[Any, ...]) -> None:
     """Drop the reference to `queues`."""
+
+
+def _closing(weak: weakref.ref[ElasticLoader]) -> Callable[[], None]:
+    """Return a function that stops the workers of a loader, if it is still there.
+
+    At the end of the interpreter torch would first wait 5 s for workers that nobody told to end.
+    """
+
+    def close() -> None:
+        loader = weak()
+        if loader is not None:
+            loader.close()
+
+    return close
 
 
 def _stop(stream: Any) -> None:

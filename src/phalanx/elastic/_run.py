@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -69,9 +70,18 @@ from ._loader import ElasticLoader
 from ._micro_batches import Step
 from ._randomness import derive_seed, seed_generators
 from ._run_checkpoints import RestoreRequest, RunCheckpoints
-from ._run_state import RunPosition, RunState, current_fingerprint, receive_state, send_state
+from ._run_state import (
+    RunPosition,
+    RunState,
+    ScriptReplay,
+    current_fingerprint,
+    receive_state,
+    send_state,
+)
 
 SEED_LIMIT = 1 << 63
+LEADER_LOCK_TIMEOUT = 30.0
+"""Seconds that a new leader waits for the one before to unlock the directory of checkpoints."""
 
 P = ParamSpec("P")
 
@@ -176,13 +186,18 @@ class ElasticRun:
             seed=self.seed,
             micro_batches=self.micro_batches,
         )
-        self._checkpoints = RunCheckpoints(self._run_state, _weakly(self._report_differences))
+        self._replay = ScriptReplay(self._run_state)
         self._has_reducer = False
         self._contributions: Contributions | None = None  # None without a reducer
         self._progress: tuple[list[str], list[int] | None] = [], None
         """The names of the parameters of the last reducer, and its progress."""
         self._owns_group = False
         env = read_elastic_env()
+        self._checkpoints = RunCheckpoints(
+            self._run_state,
+            _weakly(self._report_differences),
+            lock_timeout=0.0 if env is None else LEADER_LOCK_TIMEOUT,
+        )
         if env is None or group is not None:
             _refuse_elastic_group(env)
             self._use_group(self._resolve_group(group))
@@ -390,23 +405,30 @@ class ElasticRun:
 
         In an elastic run the first step waits until this worker is a member. A worker that is told
         to leave (SIGTERM) exits here, after its step.
+
+        A script may call it several times, say once per epoch. A run that is restored, or a worker
+        that joins, gets no steps from calls that were over, and what the script does after them to
+        the model, the optimizers and the registered state is undone.
         """
         total = _check_integer("total", total, 0)
+        state = self._run_state
+        state.active_total = total
         if self._worker is not None:
             self._worker.join(self)
+        self._replay.enter(total)
         while self.completed_steps < total:
             self._end_step()
             if self._worker is not None:
                 self._worker.change_members(self)
-            step = self._current_step = Step(self, self._run_state.position.steps + 1)
+            step = self._current_step = Step(self, state.position.steps + 1)
             seed_generators(derive_seed(self.seed, "begin", step.number))
             try:
                 yield step
             except GeneratorExit:  # the script left the loop over steps
-                if self._worker is not None and step._open_loop is None:
-                    self._end_step()
-                    with suppress(PhalanxError):  # the store does not answer
-                        self._worker.finish(self)
+                # At the end of the interpreter there is no thread left to ask the store; then
+                # `_leave_steps_at_exit` was called before.
+                if self._current_step is step and not sys.is_finalizing():
+                    self._leave_steps(step)
                 raise
             if self._current_step is not step:
                 raise InvalidState("run.steps() or run.restore() was called within a step")
@@ -416,8 +438,24 @@ class ElasticRun:
                 self._fail(message)
                 raise InvalidState(f"{message}. Loop over step.micro_batches(loader)")
         self._end_step()
+        state.active_total = None
         if self._worker is not None:
             self._worker.finish(self)
+
+    def _leave_steps(self, step: Step) -> None:
+        """Note that the script left the loop over steps early."""
+        if step._open_loop is not None:
+            return
+        self._run_state.active_total = None
+        if self._worker is not None:
+            self._end_step()
+            with suppress(PhalanxError):  # the store does not answer
+                self._worker.finish(self)
+
+    def _leave_steps_at_exit(self) -> None:
+        """Do so for a script that left the loop, and still holds what `steps` returned."""
+        if self._current_step is not None and self._current_step._completed_loops:
+            self._leave_steps(self._current_step)
 
     def _end_step(self) -> None:
         step = self._current_step
@@ -463,6 +501,11 @@ class ElasticRun:
         Every rank calls it. A worker that joins an elastic run later does not run the evaluations
         that the others made between calls of `steps`: it gets their results.
         """
+        if self._worker is not None and self._worker.is_announcing:
+            raise InvalidState(
+                "on_change= must not call run.evaluate(): ranks that have just joined do not. Set "
+                "a flag there, and evaluate after the step"
+            )
         self._check_between_loops("run.evaluate()")
         if self._worker is None or self._current_step is not None:
             return self._evaluate_section(fn, loader)
@@ -553,10 +596,8 @@ class ElasticRun:
     def _attach(self, group: ProcessGroup) -> None:
         """Continue with another group; all of its ranks call this.
 
-        A worker without the state of the run also learns what no state dict has: which parameters
-        the others have frozen, and which they reduce. They may all be lost before the next loop.
-        Members may be a section apart, and their scripts may freeze or unfreeze some in between:
-        they keep theirs.
+        A worker without the state of the run also learns which parameters the others reduce. They
+        may all be lost before the next loop.
         """
         if self._has_reducer:
             self._progress = self._reducer.names, self._reducer.progress()
@@ -564,18 +605,11 @@ class ElasticRun:
         self._comm = Communicator(group, self._device)
         self._divide_equally()
         self._buffers.attach(self._comm, self._plan)
-        mine = self._trainable(), self._progress[0]
-        trainable, reduced = json.loads(self._comm.exchange(json.dumps(mine))[0])
+        reduced = json.loads(self._comm.exchange(json.dumps(self._progress[0]))[0])
         if not self._is_member:
             self._progress = reduced, None
-            for name, parameter in self._named:
-                if parameter.requires_grad != (name in trainable):
-                    parameter.requires_grad_(name in trainable)
         for loader in self.loaders:
             loader._set_block(self._plan.block.lo, self._plan.block.hi)
-
-    def _trainable(self) -> list[str]:
-        return [name for name, parameter in self._named if parameter.requires_grad]
 
     def _ensure_reducer(self) -> None:
         """Make the reducer of the current group, if there is none; all ranks of a section call it.
@@ -600,6 +634,7 @@ class ElasticRun:
 
     def _receive_state(self) -> None:
         state = receive_state(self._comm)
+        self._replay.begin()
         self._report_differences(self._run_state.differences(state["elastic"]))
         self._run_state.load_transferred(state)
 
@@ -623,6 +658,7 @@ class ElasticRun:
         """
         request = RestoreRequest(directory=directory, step=step, rewind=rewind, options=options)
         self._end_step()
+        self._replay.begin()
         if self._worker is None:
             return self._checkpoints.restore(request, self.group)
         if self._is_member:
@@ -639,6 +675,7 @@ class ElasticRun:
         assert self._worker is not None
         request, has_begun = self._checkpoints.request, self._worker.has_run_begun or not is_first
         if request is not None:
+            self._replay.begin()
             self._checkpoints.restore(request, None, has_begun=has_begun)
 
     @property
@@ -651,6 +688,8 @@ class ElasticRun:
         self._check_between_loops("run.save()")
         self._check_parameters()
         self._check_whole_step()
+        if self._replay.is_past_save():
+            return
         has_fixed_membership = self._worker is None
         self._checkpoints.save(
             self._position,
@@ -676,7 +715,7 @@ class ElasticRun:
         """Save if the number of steps is a multiple of `steps`; return whether it was saved now."""
         interval = _check_integer("steps", steps, 1)
         step = self.completed_steps
-        if step % interval or self._checkpoints.is_saved(step):
+        if step % interval or self._replay.is_past_save() or self._checkpoints.is_saved(step):
             return False
         self.save()
         return True
@@ -690,7 +729,7 @@ class ElasticRun:
         self._check_between_loops("run.hash()")
         self._check_parameters()
         state = self._run_state.values(self._position)
-        del state["elastic"]["fingerprint"]
+        del state["elastic"]["fingerprint"], state["elastic"]["total"]
         return state_digest(state)
 
     def _report_differences(self, found: list[str]) -> None:

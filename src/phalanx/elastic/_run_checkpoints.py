@@ -7,6 +7,7 @@ all have the same state: each restores by itself, and the leader saves alone.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,9 +17,11 @@ from torch._C._distributed_c10d import HashStore
 
 from .. import _faultpoints as faultpoints
 from ..checkpoint import CheckpointManager
-from ..errors import InvalidArgument, InvalidState
+from ..errors import CheckpointDirectoryInUse, InvalidArgument, InvalidState
 from ..groups import ProcessGroup, new_group
 from ._run_state import RunPosition, RunState
+
+LOCK_INTERVAL = 0.05  # seconds between two attempts to save in a directory that is in use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +43,17 @@ class RestoreRequest:
 class RunCheckpoints:
     """The checkpoints of a run, in the directory that it was last restored from."""
 
-    def __init__(self, state: RunState, report_differences: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        report_differences: Callable[[list[str]], None],
+        *,
+        lock_timeout: float,
+    ) -> None:
         self._state = state
+        self._lock_timeout = lock_timeout
+        """Seconds to wait for another process that saves to the directory: one that was the leader
+        before, and is leaving."""
         self._report_differences = report_differences
         self.request: RestoreRequest | None = None
         """The last one."""
@@ -107,7 +119,15 @@ class RunCheckpoints:
     def _write(self, manager: CheckpointManager, now: RunPosition) -> None:
         if faultpoints.armed:
             faultpoints.reach("elastic:save")
-        manager.save(now.steps, self._state.to_save(now))
+        state, deadline = self._state.to_save(now), time.monotonic() + self._lock_timeout
+        while True:
+            try:
+                manager.save(now.steps, state)
+                break
+            except CheckpointDirectoryInUse:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(LOCK_INTERVAL)
         if faultpoints.armed:
             faultpoints.reach("elastic:saved")
         if manager is self.manager:

@@ -21,6 +21,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from ..checkpoint._state_tree import Node, TensorLeaf, leaves, parse_state, rebu
 from ..checkpoint._tensor_file import DTYPES
 from ..ddp import ShardedOptimizer
 from ..ddp._communicator import Communicator, chunk_tensors
+from ..errors import UnsupportedState
 from ._buffers import BufferAverage, is_expanded
 from ._loader import ElasticLoader
 from ._randomness import derive_seed, seed_generators
@@ -53,22 +55,43 @@ class RunPosition(NamedTuple):
     loops: int  # of the last of them
 
 
-class ExactOptimizer:
-    """An optimizer whose state has the bits that it was saved with.
+class StatePlace(NamedTuple):
+    """Where in the script a state was taken."""
 
-    torch's `load_state_dict` casts floating-point state to the dtype of its parameter, which
-    changes, say, the products that NAdam keeps in float32. Only for parameters of the dtypes that
-    they were saved with; otherwise the cast is what is wanted.
+    steps: int  # that the run had made
+    total: int | None  # the argument of the run.steps() call that was active; None between calls
+
+
+class LoadableOptimizer:
+    """An optimizer that is loaded in place, with the bits that its state was saved with.
+
+    A script may hold on to a parameter group, to set its learning rate, so the groups stay the same
+    dicts; torch's `load_state_dict` replaces them. It also casts floating-point state to the dtype
+    of its parameter, which changes, say, the products that NAdam keeps in float32. That cast is
+    wanted only for parameters that now have another dtype: if not `exact`.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, exact: bool) -> None:
         self._optimizer = optimizer
+        self._exact = exact
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        groups = self._optimizer.param_groups
         self._optimizer.load_state_dict(state)
+        for own, loaded in zip(groups, map(dict, self._optimizer.param_groups), strict=True):
+            own.clear()
+            own.update(loaded)
+        self._optimizer.param_groups = groups
+        if state.get("state"):
+            # It has made steps, in another process: torch's schedulers would warn if it had not.
+            vars(self._optimizer)["_opt_called"] = True
+        if self._exact:
+            self._restore_dtypes(state)
+
+    def _restore_dtypes(self, state: dict[str, Any]) -> None:
         # An optimizer may have a format of its own.
         numbers = [i for group in state.get("param_groups", ()) for i in group["params"]]
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -107,6 +130,10 @@ class RunState:
         self._device = named[0][1].device
         self.position = RunPosition(0, 0)
         """At the end of the last step that is over."""
+        self.active_total: int | None = None
+        """The argument of the `run.steps` call that the script is in; None between calls."""
+        self.place: StatePlace | None = None
+        """Where the state was taken that this process started from, until the script gets there."""
         self.section = 0
         """How many loops and evaluations this worker has taken part in, or was told of."""
         self.agreed_requests = 0
@@ -122,16 +149,19 @@ class RunState:
 
     def objects(self) -> dict[str, Any]:
         """Return the objects to save, for every rank the same."""
-        optimizers = {str(i): self._exact(each) for i, each in enumerate(self._optimizers)}
+        optimizers = {str(i): self._loadable(each) for i, each in enumerate(self._optimizers)}
         return {
             "model": Replicated(self._model),
             "optimizers": Replicated(optimizers),
-            "state": Replicated({name: self._exact(each) for name, each in self._others.items()}),
+            "state": Replicated(
+                {name: self._loadable(each) for name, each in self._others.items()}
+            ),
         }
 
-    def _exact(self, each: Any) -> Any:
-        is_plain = isinstance(each, Optimizer) and not isinstance(each, ShardedOptimizer)
-        return ExactOptimizer(each) if is_plain and self._has_saved_dtypes else each
+    def _loadable(self, each: Any) -> Any:
+        if not isinstance(each, Optimizer) or isinstance(each, ShardedOptimizer):
+            return each
+        return LoadableOptimizer(each, exact=self._has_saved_dtypes)
 
     def _dtypes(self) -> dict[str, str]:
         return {name: str(parameter.dtype) for name, parameter in self._named}
@@ -145,6 +175,7 @@ class RunState:
             "elastic": {
                 "step": now.steps,
                 "phase": now.loops,
+                "total": self.active_total if self.place is None else self.place.total,
                 "seed": self._seed,
                 "micro_batches": self._micro_batches,
                 "loaders": loaders + self.loader_states[len(loaders) :],
@@ -208,6 +239,8 @@ class RunState:
         """Continue where a state was taken, after the objects in it were loaded."""
         self._restore_tensors(buffers, saved["gradients"])
         self.position = RunPosition(saved["step"], saved["phase"])
+        # Checkpoints of earlier versions do not have it.
+        self.place = StatePlace(saved["step"], saved["total"]) if "total" in saved else None
         self.loader_states = list(saved["loaders"])
         for loader in self._loaders:  # those that were made later start again
             loader.load_state_dict({"loop": 0})
@@ -234,31 +267,162 @@ class RunState:
             **self.values(now),
             "all_buffers": dict(self._buffers.named()),
             "all_gradients": {n: p.grad for n, p in self._named if p.grad is not None},
+            "trainable": [name for name, p in self._named if p.requires_grad],
+            "training": [name for name, module in self._model.named_modules() if module.training],
             "evaluations": self.evaluations,
             "section": self.section,
             "agreed_requests": self.agreed_requests,
         }
 
+    def check_transferable(self, now: RunPosition) -> None:
+        """Raise if a worker that joins could not get the state."""
+        try:
+            _describe(parse_state(self.to_transfer(now)))
+        except UnsupportedState as error:
+            error.add_note("A worker that joins an elastic run gets this state from a member.")
+            raise
+
     def load_transferred(self, state: dict[str, Any]) -> None:
+        self._load_objects(state)
+        self.section, self.agreed_requests = state["section"], state["agreed_requests"]
+        self.evaluations = state["evaluations"]
+        self.resume(state["elastic"], state["buffers"])
+        self._load_gradients(state["all_gradients"])
+
+    def _load_objects(self, state: dict[str, Any]) -> None:
+        """Load the user's objects, all buffers, and what the script has frozen."""
+        trainable, training = set(state["trainable"]), set(state["training"])
+        for name, parameter in self._named:
+            if parameter.requires_grad != (name in trainable):
+                parameter.requires_grad_(name in trainable)
+        for name, module in self._model.named_modules():
+            module.training = name in training
         with self._buffers.loadable():
             self._model.load_state_dict(state["model"])
         self.prepare_load(state["elastic"])
         for i, optimizer in enumerate(self._optimizers):
-            self._exact(optimizer).load_state_dict(state["optimizers"][str(i)])
+            self._loadable(optimizer).load_state_dict(state["optimizers"][str(i)])
         for name, each in self._others.items():
-            self._exact(each).load_state_dict(state["state"][name])
-        self.section, self.agreed_requests = state["section"], state["agreed_requests"]
-        self.evaluations = state["evaluations"]
+            self._loadable(each).load_state_dict(state["state"][name])
         own = dict(self._buffers.named())
         with torch.no_grad():
             for name, value in state["all_buffers"].items():
                 if not is_expanded(own[name]):
                     own[name].data.copy_(value)
-        self.resume(state["elastic"], state["buffers"])
+
+    def _load_gradients(self, gradients: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self._named:
                 if parameter.grad is not None:
-                    parameter.grad.copy_(state["all_gradients"][name])
+                    parameter.grad.copy_(gradients[name])
+
+    # -- what a script does again ------------------------------------------------------------
+
+    def copy_objects(self) -> dict[str, Any]:
+        """Return copies of the user's objects, for `put_back`."""
+        state = self.to_transfer(self.position)
+        plain = rebuild_state(parse_state(state), lambda leaf: leaf.data.detach().clone())
+        assert isinstance(plain, dict)
+        return plain
+
+    def put_back(self, state: dict[str, Any]) -> None:
+        """Undo changes of the user's objects; the position in the run stays."""
+        self._load_objects(state)
+        self._restore_tensors(state["buffers"], state["elastic"]["gradients"])
+        self._load_gradients(state["all_gradients"])
+
+    def count_groups(self) -> list[int]:
+        """Return how many parameter groups each optimizer has."""
+        return [len(each.param_groups) for each in self._optimizers]
+
+    def expect_groups(self, counts: list[int]) -> None:
+        """Let the script add its later parameter groups again, although they were loaded."""
+        for optimizer, count in zip(self._optimizers, counts, strict=True):
+            vars(optimizer)["add_param_group"] = partial(_add_group_again, optimizer, count)
+
+    def expect_no_groups(self) -> None:
+        for optimizer in self._optimizers:
+            vars(optimizer).pop("add_param_group", None)
+
+    def seed_after_step(self) -> None:
+        """Seed what draws between this step and the next one."""
+        seed_generators(derive_seed(self._seed, "after", *self.position))
+
+
+def _add_group_again(optimizer: Optimizer, count: int, group: dict[str, Any]) -> None:
+    """Add a group to the first `count` ones; the others were loaded."""
+    del vars(optimizer)["add_param_group"]
+    del optimizer.param_groups[count:]
+    optimizer.add_param_group(group)
+
+
+class ScriptReplay:
+    """What a script does again before it gets to where its state was taken.
+
+    A script may call `run.steps` several times, say once per epoch, and in between evaluate, save
+    or step a scheduler. A process that starts from a checkpoint, or joins a run, executes all of
+    that from the top. Calls of `steps` that the run has passed yield nothing; the first of them
+    copies the state, and where the state was taken it is put back:
+
+    - taken in a call of `steps`: at the beginning of that call, or of one with more steps;
+    - saved between two calls: where the script saves after the first of them, or else in the next
+      call that has steps to make.
+
+    A script that skips what is done, by starting with a later epoch, passes no call: nothing is
+    copied.
+    """
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._groups = state.count_groups()
+        self._copy: dict[str, Any] | None = None
+        self._passed = 0  # the argument of the last call of steps()
+
+    def begin(self) -> None:
+        """Note that a state is about to be loaded."""
+        self._copy, self._passed = None, 0
+        if self._state.place is None:
+            self._groups = self._state.count_groups()
+
+    def enter(self, total: int) -> None:
+        """Begin a call of `steps`."""
+        place = self._state.place
+        if place is None:
+            return
+        if total > place.steps or (place.total is not None and total >= place.total):
+            self._arrive()
+            return
+        self._passed = total
+        if self._copy is None:
+            self._copy = self._state.copy_objects()
+        elif self._is_at_last_call(place):
+            self._put_back()
+        self._state.expect_groups(self._groups)
+        self._state.seed_after_step()
+
+    def is_past_save(self) -> bool:
+        """Begin a save; return whether the run has passed it, so that it must not be made."""
+        place = self._state.place
+        if place is None or self._copy is None:
+            return False
+        if self._is_at_last_call(place):
+            self._arrive()
+            return False
+        return True
+
+    def _is_at_last_call(self, place: StatePlace) -> bool:
+        """Whether the state was saved between this call of `steps` and the next one."""
+        return place.total is None and self._passed >= place.steps
+
+    def _arrive(self) -> None:
+        self._state.place = None
+        self._put_back()
+        self._copy = None
+
+    def _put_back(self) -> None:
+        if self._copy is not None:
+            self._state.expect_no_groups()
+            self._state.put_back(self._copy)
 
 
 def send_state(state: Any, comm: Communicator) -> None:
@@ -268,13 +432,18 @@ def send_state(state: Any, comm: Communicator) -> None:
     for leaf in leaves(tree):
         tensors.setdefault(leaf.name, leaf.data)
     described = {
-        "tree": encode(tree, lambda leaf: [leaf.name, DTYPE_NAMES[leaf.dtype], list(leaf.shape)]),
+        "tree": _describe(tree),
         "tensors": [
             [name, DTYPE_NAMES[each.dtype], list(each.shape)] for name, each in tensors.items()
         ],
     }
     comm.exchange(json.dumps(described))
     _broadcast([each.detach().contiguous() for each in tensors.values()], comm)
+
+
+def _describe(tree: Node) -> Any:
+    """Return a tree as JSON that has the names, dtypes and shapes of its tensors."""
+    return encode(tree, lambda leaf: [leaf.name, DTYPE_NAMES[leaf.dtype], list(leaf.shape)])
 
 
 def receive_state(comm: Communicator) -> Any:

@@ -123,8 +123,17 @@ Pair = namedtuple("Pair", "x y")
 
 
 @pytest.mark.parametrize(
+    "value", [np.float64(0.1), np.float32(0.1), np.float64("nan"), np.int64(-7), np.bool_(True)]
+)
+def test_numbers_of_numpy_become_those_of_python(value):
+    node = parse_state({"best": value}).children["best"]
+    assert type(node.value) in (float, int, bool)
+    np.testing.assert_equal(node.value, value)
+
+
+@pytest.mark.parametrize(
     "value",
-    [Foo(), {1, 2}, b"x", Colour.RED, Pair(1, 2), np.float64(1), defaultdict(list), Foo, 1j, len],
+    [Foo(), {1, 2}, b"x", Colour.RED, Pair(1, 2), np.ones(1), defaultdict(list), Foo, 1j, len],
     ids=lambda value: type(value).__name__,
 )
 def test_unsupported_value_is_named_by_its_path(value):

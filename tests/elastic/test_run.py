@@ -164,6 +164,133 @@ def test_what_a_script_does_between_calls_of_steps_counts_once(tmp_path, saves, 
     assert on_threads(body, 1) == [True]
 
 
+class _EarlyStopping:
+    def __init__(self):
+        self.best, self.bad_epochs = float("inf"), 0
+
+    def state_dict(self):
+        return vars(self).copy()
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+    def update(self, loss):
+        self.bad_epochs = 0 if loss < self.best else self.bad_epochs + 1
+        self.best = min(self.best, loss)
+        return self.bad_epochs == 0
+
+
+def _gradual_unfreezing(run, epoch, stopping, loss):
+    if epoch < 2:
+        layer = run.model[epoch + 1].requires_grad_(True)
+        run.optimizers[0].add_param_group({"params": list(layer.parameters()), "lr": 0.01})
+    run.model[0].train(epoch % 2 == 0)
+    run.save()
+
+
+def _save_if_best(run, epoch, stopping, loss):
+    is_best = stopping.update(loss)
+    if is_best:
+        run.save()
+    run.state["scheduler"].step()
+
+
+def _step_and_save_if_best(run, epoch, stopping, loss):
+    run.state["scheduler"].step()
+    if stopping.update(loss):
+        run.save()
+
+
+def _two_saves(run, epoch, stopping, loss):
+    run.save_every(4)
+    run.state["scheduler"].step()
+    run.optimizers[0].param_groups[0]["momentum"] *= 0.9
+    run.save()
+
+
+def _stop_early(run, epoch, stopping, loss):
+    stopping.update(-loss)  # never better than the first one
+    run.state["scheduler"].step()
+    run.save()
+
+
+@pytest.mark.parametrize("stop_at", [6, 10, 14])
+@pytest.mark.parametrize(
+    "between",
+    [_gradual_unfreezing, _save_if_best, _step_and_save_if_best, _two_saves, _stop_early],
+)
+def test_a_restored_run_repeats_what_is_between_its_epochs(tmp_path, between, stop_at):
+    def train(group, directory, stop_at=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        if between is _gradual_unfreezing:
+            model[1:].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01, momentum=0.9)
+        cyclic = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.02, step_size_up=3)
+        stopping = _EarlyStopping()
+        state = {"scheduler": cyclic, "stopping": stopping}
+        run = ElasticRun(model, optimizer, micro_batches=2, group=group, state=state)
+        data = run.loader([torch.ones(2), torch.zeros(2)], 1, shuffle=False)
+        with contextlib.closing(run):
+            run.restore(directory)
+            for epoch in range(5):
+                for step in run.steps(4 * (epoch + 1)):
+                    for micro in step.micro_batches():
+                        noise = torch.randn(2)
+                        micro.backward((model(noise) ** 2).sum())
+                    optimizer.step()
+                    model.zero_grad()
+                    if step.number == stop_at:
+                        raise _Stopped
+                between(run, epoch, stopping, run.evaluate(lambda x: (model(x) ** 2).sum(), data))
+                if stopping.bad_epochs == 4:
+                    break
+            flags = [p.requires_grad for p in model.parameters()], model[0].training
+            return run.hash(), run.completed_steps, flags, float(torch.rand(()))
+
+    def body(group):
+        expected = train(group, tmp_path / "whole")
+        with pytest.raises(_Stopped):
+            train(group, tmp_path / "stopped", stop_at)
+        assert train(group, tmp_path / "stopped") == expected
+        return True
+
+    assert on_threads(body, 1) == [True]
+
+
+class _Sharpness(torch.optim.Optimizer):
+    """Steps through another optimizer, which has the same list of groups."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    def step(self):
+        self.base.step()
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.base.param_groups = self.param_groups
+
+
+def test_an_optimizer_that_shares_its_groups_with_another_one_still_does(tmp_path):
+    def body(group):
+        module = nn.Linear(2, 1)
+        optimizer = _Sharpness(module.parameters())
+        run = ElasticRun(module, optimizer, micro_batches=4, group=group)
+        run.restore(tmp_path)
+        make_steps(run, 2)
+        run.save()
+        run.restore(tmp_path)
+        optimizer.param_groups[0]["lr"] = 0.0
+        before = module.weight.clone()
+        make_steps(run, 3)
+        return torch.equal(module.weight, before)
+
+    assert on_threads(body, 1) == [True]
+
+
 def test_saves_that_a_restored_run_has_passed_are_not_made_again(tmp_path):
     def body(group):
         run = small_run(group)

@@ -561,6 +561,9 @@ def _closing(weak: weakref.ref[ElasticLoader]) -> Callable[[], None]:
 
 
 def _stop(stream: Any) -> None:
+    # One that is in a long call of C code does not handle SIGTERM, by which torch ends it.
+    for worker in stream._workers:
+        worker.terminate = worker.kill
     # torch's SIGCHLD handler raises wherever the main thread is when a worker has died. It is to
     # end in any case, and torch ends the others in a finally clause.
     with suppress(RuntimeError):

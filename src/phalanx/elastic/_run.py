@@ -170,7 +170,6 @@ class ElasticRun:
         self._optimized = -1  # how many parameters the optimizers had at the last check
         self.loaders: list[ElasticLoader] = []
         self._current_step: Step | None = None
-        self._evaluation_calls = 0
         self._on_change = on_change
         self._may_rebalance = rebalance
         self._rebalancing: Rebalancing | None = None
@@ -412,7 +411,7 @@ class ElasticRun:
         """
         total = _check_integer("total", total, 0)
         state = self._run_state
-        state.active_total = total
+        state.begin_call(total)
         if self._worker is not None:
             self._worker.join(self)
         self._replay.enter(total)
@@ -438,7 +437,7 @@ class ElasticRun:
                 self._fail(message)
                 raise InvalidState(f"{message}. Loop over step.micro_batches(loader)")
         self._end_step()
-        state.active_total = None
+        state.end_call(may_save=self.checkpoints is not None)
         if self._worker is not None:
             self._worker.finish(self)
 
@@ -446,7 +445,7 @@ class ElasticRun:
         """Note that the script left the loop over steps early."""
         if step._open_loop is not None:
             return
-        self._run_state.active_total = None
+        self._run_state.end_call(may_save=self.checkpoints is not None)
         if self._worker is not None:
             self._end_step()
             with suppress(PhalanxError):  # the store does not answer
@@ -498,8 +497,8 @@ class ElasticRun:
         mode and gradients disabled, and returns the mean over its samples: a number, a tensor, or a
         dict of these, of the same shapes for every batch. Every sample counts once. The result has
         the same bits at every world size, and is a float, a float64 tensor, or a dict of these.
-        Every rank calls it. A worker that joins an elastic run later does not run the evaluations
-        that the others made between calls of `steps`: it gets their results.
+        Every rank calls it. A run that was restored, or a worker that joins an elastic run, has the
+        results of evaluations between calls of `steps` that are over, and does not run them again.
         """
         if self._worker is not None and self._worker.is_announcing:
             raise InvalidState(
@@ -507,15 +506,18 @@ class ElasticRun:
                 "a flag there, and evaluate after the step"
             )
         self._check_between_loops("run.evaluate()")
-        if self._worker is None or self._current_step is not None:
+        if self._current_step is not None:
             return self._evaluate_section(fn, loader)
-        self._worker.join(self)
-        self._evaluation_calls += 1
-        results = self._run_state.evaluations
-        if self._evaluation_calls > len(results):
-            results.append(self._evaluate_section(fn, loader))
-            self._worker.note_committed(self)
-        return copy.deepcopy(results[self._evaluation_calls - 1])
+        if self._worker is not None:
+            self._worker.join(self)
+        key, results = self._run_state.count_evaluation(), self._run_state.evaluations
+        # Members that are further must not wait for this one.
+        is_known = key in results and (self._worker is not None or self._replay.has_begun)
+        if not is_known:
+            results[key] = self._evaluate_section(fn, loader)
+            if self._worker is not None:
+                self._worker.note_committed(self)
+        return copy.deepcopy(results[key])
 
     def _evaluate_section(self, fn: Callable[[Any], Any], loader: ElasticLoader) -> Any:
         self._begin_section()
@@ -729,7 +731,9 @@ class ElasticRun:
         self._check_between_loops("run.hash()")
         self._check_parameters()
         state = self._run_state.values(self._position)
-        del state["elastic"]["fingerprint"], state["elastic"]["total"]
+        del state["evaluations"]
+        for name in ("fingerprint", "total", "at_end"):
+            del state["elastic"][name]
         return state_digest(state)
 
     def _report_differences(self, found: list[str]) -> None:

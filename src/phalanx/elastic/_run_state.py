@@ -1,7 +1,7 @@
 """The state of a run: what it is, in checkpoints and for workers that join.
 
 `RunState` packs what a run needs to continue, and unpacks it again. A checkpoint and a transfer
-differ only in what no checkpoint has: values of gradients, all buffers, results of evaluations, and
+differ only in what no checkpoint has: values of gradients, all buffers, what is frozen, and
 the place among sections and requests.
 
 A transfer has the form of a checkpoint: a tree of JSON and tensors. Rank 0 sends the tree as text
@@ -19,9 +19,9 @@ import json
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from ..checkpoint._state_tree import Node, TensorLeaf, leaves, parse_state, rebu
 from ..checkpoint._tensor_file import DTYPES
 from ..ddp import ShardedOptimizer
 from ..ddp._communicator import Communicator, chunk_tensors
-from ..errors import UnsupportedState
+from ..errors import MissingKeys, UnsupportedState
 from ._buffers import BufferAverage, is_expanded
 from ._loader import ElasticLoader
 from ._randomness import derive_seed, seed_generators
@@ -59,7 +59,19 @@ class StatePlace(NamedTuple):
     """Where in the script a state was taken."""
 
     steps: int  # that the run had made
-    total: int | None  # the argument of the run.steps() call that was active; None between calls
+    total: int | None
+    """The argument of the call of `run.steps` that was active, or had ended; None if tensors have
+    changed since it ended."""
+    at_end: str
+    """The values of the state when that call ended (`RunState.describe_values`); tensors are those
+    of the state. Empty if it had not ended."""
+
+
+class Modes(NamedTuple):
+    """What a script sets on a module, and no state dict has."""
+
+    trainable: list[str]  # parameters
+    training: list[str]  # modules in training mode
 
 
 class LoadableOptimizer:
@@ -79,12 +91,14 @@ class LoadableOptimizer:
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        groups = self._optimizer.param_groups
+        groups = [*self._optimizer.param_groups]
         self._optimizer.load_state_dict(state)
-        for own, loaded in zip(groups, map(dict, self._optimizer.param_groups), strict=True):
+        loaded = self._optimizer.param_groups
+        for i, own in enumerate(groups if len(groups) == len(loaded) else ()):
+            values = dict(loaded[i])  # it may be the same dict
             own.clear()
-            own.update(loaded)
-        self._optimizer.param_groups = groups
+            own.update(values)
+            loaded[i] = own
         if state.get("state"):
             # It has made steps, in another process: torch's schedulers would warn if it had not.
             vars(self._optimizer)["_opt_called"] = True
@@ -132,6 +146,10 @@ class RunState:
         """At the end of the last step that is over."""
         self.active_total: int | None = None
         """The argument of the `run.steps` call that the script is in; None between calls."""
+        self._call_end: _CallEnd | None = None
+        """Of the last call, until the next one begins."""
+        self._modes: Modes | None = None
+        """Those of a member that has sent its state."""
         self.place: StatePlace | None = None
         """Where the state was taken that this process started from, until the script gets there."""
         self.section = 0
@@ -140,8 +158,11 @@ class RunState:
         """How many requests to join or leave all members know of."""
         self._has_saved_dtypes = True
         """Whether the parameters have the dtypes that the state to load was saved with."""
-        self.evaluations: list[Any] = []
-        """The results of evaluations outside of steps, for workers that run the script later."""
+        self.evaluations: dict[str, Any] = {}
+        """The results of evaluations outside of steps, for processes that run the script later. By
+        the argument of the last call of `run.steps` and their number since then."""
+        self._last_total = 0
+        self._evaluation_counts: Counter[int] = Counter()  # by argument of the last call
         self.loader_states: list[dict[str, Any]] = []
         """States of loaders that were restored and may not be made yet."""
 
@@ -175,7 +196,7 @@ class RunState:
             "elastic": {
                 "step": now.steps,
                 "phase": now.loops,
-                "total": self.active_total if self.place is None else self.place.total,
+                **dict(zip(("total", "at_end"), self._place(), strict=True)),
                 "seed": self._seed,
                 "micro_batches": self._micro_batches,
                 "loaders": loaders + self.loader_states[len(loaders) :],
@@ -184,7 +205,61 @@ class RunState:
                 "parameter_dtypes": self._dtypes(),
                 "fingerprint": current_fingerprint(self._device),
             },
+            "evaluations": Replicated(dict(self.evaluations)),
         }
+
+    def _place(self) -> tuple[int | None, str]:
+        """Return the last two fields of the `StatePlace` of a state that is taken now."""
+        if self.place is not None:
+            return self.place[1:]
+        if self.active_total is None and self._call_end is not None:
+            end, tensors = self._call_end, self._tensors()
+            has_same = _versions(tensors) == end.versions
+            return (end.total, end.values) if has_same else (None, "")
+        return self.active_total, ""
+
+    def count_evaluation(self) -> str:
+        """Count an evaluation outside of steps; return its key in `evaluations`."""
+        total = self._last_total
+        self._evaluation_counts[total] += 1
+        return f"{total}.{self._evaluation_counts[total]}"
+
+    def begin_call(self, total: int) -> None:
+        """Note that the script calls `run.steps`."""
+        self.active_total, self._call_end = total, None
+
+    def end_call(self, *, may_save: bool) -> None:
+        """Note that a call of `run.steps` has ended.
+
+        `may_save`: whether the script may save before the next one.
+        """
+        total, self.active_total = self.active_total, None
+        self._last_total = self._last_total if total is None else total
+        if total is None or not may_save or self._is_sharded:
+            return
+        with suppress(UnsupportedState):  # the save raises it
+            tensors = self._tensors()
+            self._call_end = _CallEnd(total, self.describe_values(), tensors, _versions(tensors))
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether the state dict of an optimizer is a collective."""
+        return any(isinstance(each, ShardedOptimizer) for each in self._optimizers)
+
+    def initial_values(self) -> str:
+        """Return those before a state is loaded; "" if they cannot be stored."""
+        with suppress(UnsupportedState):
+            return "" if self._is_sharded else self.describe_values()
+        return ""
+
+    def describe_values(self) -> str:
+        """Return what is not in tensors, of the optimizers and the registered state."""
+        objects = self.objects()
+        return json.dumps(_describe(parse_state({n: objects[n] for n in ("optimizers", "state")})))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tree = parse_state({**self.objects(), "buffers": dict(self._buffers.named())})
+        return {each.name: each.data for each in leaves(tree)}
 
     def _parameter_groups(self) -> list[list[list[str]]]:
         """Return the names of the parameters of each group of each optimizer."""
@@ -215,7 +290,9 @@ class RunState:
         self.prepare_load(saved)
         with self._buffers.loadable():
             loaded = checkpoints.load(step, {**self.objects(), "buffers": None})
-        self.resume(saved, loaded["buffers"])
+        with suppress(MissingKeys):  # of an earlier version
+            loaded |= checkpoints.load(step, {"evaluations": None})
+        self.resume(saved, loaded)
 
     def values(self, now: RunPosition) -> dict[str, Any]:
         """Return what a checkpoint has, without what tells ranks how to save it."""
@@ -235,12 +312,15 @@ class RunState:
             found += loader._differences(state)
         return found
 
-    def resume(self, saved: dict[str, Any], buffers: dict[str, Tensor]) -> None:
+    def resume(self, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
         """Continue where a state was taken, after the objects in it were loaded."""
-        self._restore_tensors(buffers, saved["gradients"])
+        self._restore_tensors(loaded["buffers"], saved["gradients"])
+        self.evaluations = dict(loaded.get("evaluations", {}))
         self.position = RunPosition(saved["step"], saved["phase"])
         # Checkpoints of earlier versions do not have it.
-        self.place = StatePlace(saved["step"], saved["total"]) if "total" in saved else None
+        has_place = "at_end" in saved
+        place = StatePlace(saved["step"], saved["total"], saved["at_end"]) if has_place else None
+        self.place, self._call_end, self._modes = place, None, None
         self.loader_states = list(saved["loaders"])
         for loader in self._loaders:  # those that were made later start again
             loader.load_state_dict({"loop": 0})
@@ -267,9 +347,8 @@ class RunState:
             **self.values(now),
             "all_buffers": dict(self._buffers.named()),
             "all_gradients": {n: p.grad for n, p in self._named if p.grad is not None},
-            "trainable": [name for name, p in self._named if p.requires_grad],
-            "training": [name for name, module in self._model.named_modules() if module.training],
-            "evaluations": self.evaluations,
+            # Before it gets to its place, a script has not set them as it had there.
+            "modes": None if self.place is not None else [*self._current_modes()],
             "section": self.section,
             "agreed_requests": self.agreed_requests,
         }
@@ -282,21 +361,31 @@ class RunState:
             error.add_note("A worker that joins an elastic run gets this state from a member.")
             raise
 
+    def _current_modes(self) -> Modes:
+        modules = self._model.named_modules()
+        return Modes(
+            [name for name, parameter in self._named if parameter.requires_grad],
+            [name for name, module in modules if module.training],
+        )
+
+    def _set_modes(self, modes: Modes) -> None:
+        for name, parameter in self._named:
+            if parameter.requires_grad != (name in modes.trainable):
+                parameter.requires_grad_(name in modes.trainable)
+        for name, module in self._model.named_modules():
+            module.training = name in modes.training
+
     def load_transferred(self, state: dict[str, Any]) -> None:
         self._load_objects(state)
         self.section, self.agreed_requests = state["section"], state["agreed_requests"]
-        self.evaluations = state["evaluations"]
-        self.resume(state["elastic"], state["buffers"])
+        self.resume(state["elastic"], state)
         self._load_gradients(state["all_gradients"])
+        if state["modes"] is not None:
+            self._modes = Modes(*state["modes"])
+            self._set_modes(self._modes)
 
     def _load_objects(self, state: dict[str, Any]) -> None:
-        """Load the user's objects, all buffers, and what the script has frozen."""
-        trainable, training = set(state["trainable"]), set(state["training"])
-        for name, parameter in self._named:
-            if parameter.requires_grad != (name in trainable):
-                parameter.requires_grad_(name in trainable)
-        for name, module in self._model.named_modules():
-            module.training = name in training
+        """Load the user's objects, and all buffers."""
         with self._buffers.loadable():
             self._model.load_state_dict(state["model"])
         self.prepare_load(state["elastic"])
@@ -320,40 +409,29 @@ class RunState:
 
     def copy_objects(self) -> dict[str, Any]:
         """Return copies of the user's objects, for `put_back`."""
-        state = self.to_transfer(self.position)
-        plain = rebuild_state(parse_state(state), lambda leaf: leaf.data.detach().clone())
-        assert isinstance(plain, dict)
-        return plain
+        return _clone(self.to_transfer(self.position))
 
-    def put_back(self, state: dict[str, Any]) -> None:
-        """Undo changes of the user's objects; the position in the run stays."""
+    def put_back(self, state: dict[str, Any], values: str = "") -> None:
+        """Undo changes of the user's objects; the position in the run stays.
+
+        `values`: those to load instead of the state's, as `describe_values` returns them.
+        """
+        # Some objects keep what they load, or change it.
+        state = _clone(state)
+        if values and (found := _with_tensors(json.loads(values), state)) is not None:
+            state |= found
+            for i, optimizer in enumerate(self._optimizers):
+                _trim_groups(optimizer, state["optimizers"][str(i)])
+            state["elastic"]["parameter_groups"] = self._parameter_groups()
         self._load_objects(state)
         self._restore_tensors(state["buffers"], state["elastic"]["gradients"])
         self._load_gradients(state["all_gradients"])
-
-    def count_groups(self) -> list[int]:
-        """Return how many parameter groups each optimizer has."""
-        return [len(each.param_groups) for each in self._optimizers]
-
-    def expect_groups(self, counts: list[int]) -> None:
-        """Let the script add its later parameter groups again, although they were loaded."""
-        for optimizer, count in zip(self._optimizers, counts, strict=True):
-            vars(optimizer)["add_param_group"] = partial(_add_group_again, optimizer, count)
-
-    def expect_no_groups(self) -> None:
-        for optimizer in self._optimizers:
-            vars(optimizer).pop("add_param_group", None)
+        if self._modes is not None:
+            self._set_modes(self._modes)
 
     def seed_after_step(self) -> None:
         """Seed what draws between this step and the next one."""
         seed_generators(derive_seed(self._seed, "after", *self.position))
-
-
-def _add_group_again(optimizer: Optimizer, count: int, group: dict[str, Any]) -> None:
-    """Add a group to the first `count` ones; the others were loaded."""
-    del vars(optimizer)["add_param_group"]
-    del optimizer.param_groups[count:]
-    optimizer.add_param_group(group)
 
 
 class ScriptReplay:
@@ -361,20 +439,23 @@ class ScriptReplay:
 
     A script may call `run.steps` several times, say once per epoch, and in between evaluate, save
     or step a scheduler. A process that starts from a checkpoint, or joins a run, executes all of
-    that from the top. Calls of `steps` that the run has passed yield nothing; the first of them
-    copies the state, and where the state was taken it is put back:
+    that from the top. Calls of `steps` that the run has passed yield nothing. The first of them
+    copies the state and goes back to initial values: what schedulers and counters do next, they did
+    before. Evaluations return what they did. Where the state was taken it is put back:
 
     - taken in a call of `steps`: at the beginning of that call, or of one with more steps;
-    - saved between two calls: where the script saves after the first of them, or else in the next
-      call that has steps to make.
+    - saved after a call had ended: when the script makes that call, with the values of its end, so
+      that the script goes on from there as it did then;
+    - or if tensors had changed since that call: where the script saves after it, or else in the
+      next call that has steps to make.
 
-    A script that skips what is done, by starting with a later epoch, passes no call: nothing is
-    copied.
+    A script that skips what is done, by starting with a later epoch, passes no call: the state
+    stays as it was saved.
     """
 
     def __init__(self, state: RunState) -> None:
         self._state = state
-        self._groups = state.count_groups()
+        self._initial = ""
         self._copy: dict[str, Any] | None = None
         self._passed = 0  # the argument of the last call of steps()
 
@@ -382,22 +463,29 @@ class ScriptReplay:
         """Note that a state is about to be loaded."""
         self._copy, self._passed = None, 0
         if self._state.place is None:
-            self._groups = self._state.count_groups()
+            self._initial = self._state.initial_values()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the script is doing what the run has done."""
+        return self._copy is not None
 
     def enter(self, total: int) -> None:
         """Begin a call of `steps`."""
         place = self._state.place
         if place is None:
             return
-        if total > place.steps or (place.total is not None and total >= place.total):
+        if total > place.steps:
             self._arrive()
             return
         self._passed = total
-        if self._copy is None:
+        if place.total is not None and total >= place.total:
+            self._arrive(place.at_end)
+        elif self._copy is None:
             self._copy = self._state.copy_objects()
+            self._put_back("" if self._is_at_last_call(place) else self._initial)
         elif self._is_at_last_call(place):
             self._put_back()
-        self._state.expect_groups(self._groups)
         self._state.seed_after_step()
 
     def is_past_save(self) -> bool:
@@ -414,15 +502,15 @@ class ScriptReplay:
         """Whether the state was saved between this call of `steps` and the next one."""
         return place.total is None and self._passed >= place.steps
 
-    def _arrive(self) -> None:
-        self._state.place = None
-        self._put_back()
-        self._copy = None
+    def _arrive(self, at_end: str = "") -> None:
+        if self._copy is None and at_end:
+            self._copy = self._state.copy_objects()
+        self._put_back(at_end)
+        self._state.place = self._copy = None
 
-    def _put_back(self) -> None:
+    def _put_back(self, values: str = "") -> None:
         if self._copy is not None:
-            self._state.expect_no_groups()
-            self._state.put_back(self._copy)
+            self._state.put_back(self._copy, values)
 
 
 def send_state(state: Any, comm: Communicator) -> None:
@@ -444,6 +532,48 @@ def send_state(state: Any, comm: Communicator) -> None:
 def _describe(tree: Node) -> Any:
     """Return a tree as JSON that has the names, dtypes and shapes of its tensors."""
     return encode(tree, lambda leaf: [leaf.name, DTYPE_NAMES[leaf.dtype], list(leaf.shape)])
+
+
+class _CallEnd(NamedTuple):
+    """The state at the end of a call of `run.steps`."""
+
+    total: int  # its argument
+    values: str
+    """As in `StatePlace`."""
+    tensors: dict[str, Tensor]
+    """To keep their addresses from being used again."""
+    versions: list[tuple[str, int, int]]
+
+
+def _versions(tensors: dict[str, Tensor]) -> list[tuple[str, int, int]]:
+    """Return what changes if one of some tensors is replaced or written to."""
+    return [(name, each.data_ptr(), each._version) for name, each in tensors.items()]
+
+
+def _trim_groups(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Drop the parameter groups that a state does not have."""
+    count = len(state.get("param_groups", optimizer.param_groups))
+    for group in optimizer.param_groups[count:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    del optimizer.param_groups[count:]
+
+
+def _clone(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with tensors of its own, and without objects that have a state."""
+    plain = rebuild_state(parse_state(state), lambda leaf: leaf.data.detach().clone())
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _with_tensors(described: Any, state: dict[str, Any]) -> Any:
+    """Return a described part of a state with that state's tensors; None if it lacks one."""
+    tensors = {leaf.name: leaf for leaf in leaves(parse_state(state))}
+    try:
+        tree = decode(described, tensor=lambda body, _: tensors[body[0]], rank=None)
+    except KeyError:
+        return None
+    return rebuild_state(tree, lambda leaf: leaf.data)
 
 
 def receive_state(comm: Communicator) -> Any:

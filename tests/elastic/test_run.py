@@ -258,6 +258,30 @@ def test_a_restored_run_repeats_what_is_between_its_epochs(tmp_path, between, st
     assert on_threads(body, 1) == [True]
 
 
+def test_a_restored_run_evaluates_before_its_first_step(tmp_path):
+    """The result is that of the restored model, and not that of the saved run's beginning."""
+
+    def train(group, total):
+        module = nn.Linear(2, 1)
+        run = small_run(group, module)
+        data = run.loader([torch.ones(2)] * 4, 2, shuffle=False)
+        measure = lambda batch: module(batch).sum()  # noqa: E731
+        with contextlib.closing(run):
+            run.restore(tmp_path)
+            first = run.evaluate(measure, data)
+            make_steps(run, total)
+            run.save()
+            return first, run.evaluate(measure, data)
+
+    def body(group):
+        before, after = train(group, 3)
+        again, _ = train(group, 5)
+        assert before != after
+        return again == after
+
+    assert on_threads(body, 2) == [True] * 2
+
+
 class _Sharpness(torch.optim.Optimizer):
     """Steps through another optimizer, which has the same list of groups."""
 

@@ -510,10 +510,9 @@ class ElasticRun:
             return self._evaluate_section(fn, loader)
         if self._worker is not None:
             self._worker.join(self)
-        key, results = self._run_state.count_evaluation(), self._run_state.evaluations
-        # Members that are further must not wait for this one.
-        is_known = key in results and (self._worker is not None or self._replay.has_begun)
-        if not is_known:
+        state = self._run_state
+        key, results = state.count_evaluation(), state.evaluations
+        if key not in results or not (state.has_live_evaluations or self._replay.has_begun):
             results[key] = self._evaluate_section(fn, loader)
             if self._worker is not None:
                 self._worker.note_committed(self)

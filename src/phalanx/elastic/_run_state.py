@@ -1,8 +1,8 @@
 """The state of a run: what it is, in checkpoints and for workers that join.
 
 `RunState` packs what a run needs to continue, and unpacks it again. A checkpoint and a transfer
-differ only in what no checkpoint has: values of gradients, all buffers, what is frozen, and
-the place among sections and requests.
+differ only in what no checkpoint has: values of gradients, all buffers, what is frozen, and the
+place among sections and requests.
 
 A transfer has the form of a checkpoint: a tree of JSON and tensors. Rank 0 sends the tree as text
 and the tensors in pieces of bounded size, through ordinary memory, so that a transfer needs no
@@ -161,6 +161,8 @@ class RunState:
         self.evaluations: dict[str, Any] = {}
         """The results of evaluations outside of steps, for processes that run the script later. By
         the argument of the last call of `run.steps` and their number since then."""
+        self.has_live_evaluations = False
+        """Whether a member has sent them, which does not wait for this worker to repeat them."""
         self._last_total = 0
         self._evaluation_counts: Counter[int] = Counter()  # by argument of the last call
         self.loader_states: list[dict[str, Any]] = []
@@ -321,6 +323,7 @@ class RunState:
         has_place = "at_end" in saved
         place = StatePlace(saved["step"], saved["total"], saved["at_end"]) if has_place else None
         self.place, self._call_end, self._modes = place, None, None
+        self.has_live_evaluations = False
         self.loader_states = list(saved["loaders"])
         for loader in self._loaders:  # those that were made later start again
             loader.load_state_dict({"loop": 0})
@@ -380,7 +383,8 @@ class RunState:
         self.section, self.agreed_requests = state["section"], state["agreed_requests"]
         self.resume(state["elastic"], state)
         self._load_gradients(state["all_gradients"])
-        if state["modes"] is not None:
+        if state["modes"] is not None:  # from a member that is at its place
+            self.has_live_evaluations = True
             self._modes = Modes(*state["modes"])
             self._set_modes(self._modes)
 

@@ -176,7 +176,10 @@ def test_a_survivor_keeps_nothing_of_lost_ranks(tmp_path, backend):
     assert len(found) == kills, str(outcome)
     # The first group was formed by another path than the ones that follow.
     early, late = found[1], found[-1]
-    assert late[:3] <= early[:3], found
+    assert late[0] <= early[0], found
+    # After four more losses. A pool keeps idle threads, and has one more when two jobs overlap.
+    assert late[1] <= early[1] + 2, found
+    assert late[2] <= early[2], found
     assert late[3] <= early[3] + 16, found  # MiB; a copy of the gradients has 1
 
 

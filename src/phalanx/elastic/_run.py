@@ -406,8 +406,8 @@ class ElasticRun:
         to leave (SIGTERM) exits here, after its step.
 
         A script may call it several times, say once per epoch. A run that is restored, or a worker
-        that joins, gets no steps from calls that were over, and what the script does after them to
-        the model, the optimizers and the registered state is undone.
+        that joins, gets no steps from calls that were over. What the script does after them does
+        not count again: where its state was taken, it has that state.
         """
         total = _check_integer("total", total, 0)
         state = self._run_state

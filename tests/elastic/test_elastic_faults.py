@@ -319,15 +319,13 @@ def test_progress_is_the_number_of_the_step_in_each_of_its_loops(tmp_path):
     body = """
     from phalanx.elastic import _elastic_worker
 
-    tell = _elastic_worker.SupervisorChannel.tell
+    tell = _elastic_worker.SupervisorChannel.tell_progress
 
-    def print_progress(self, event, **facts):
-        if event == "progress":
-            print("progress:", facts["step"])
-        tell(self, event, **facts)
+    def print_progress(self, step):
+        print("progress:", step)
+        tell(self, step)
 
-    _elastic_worker.PROGRESS_INTERVAL = 0.0
-    _elastic_worker.SupervisorChannel.tell = print_progress
+    _elastic_worker.SupervisorChannel.tell_progress = print_progress
     run, loader = make()
     for step in run.steps(3):
         for _ in range(2):

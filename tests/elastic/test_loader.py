@@ -364,6 +364,28 @@ def test_one_set_of_workers_serves_a_block_in_order(loader_of):
     assert not processes(loader._fetch(3, 1)) & set.union(*found)
 
 
+def test_workers_outlive_a_signal_to_all_processes(loader_of):
+    """A rank that is told to leave, as they are, needs them until the end of its step."""
+    loader = loader_of(Augmented(13), num_workers=1, collate_fn=list)
+    loader._set_block(0, 4)
+    (worker,) = processes(loader._fetch(0, 0))
+    os.kill(worker, signal.SIGTERM)
+    for loop in range(20):  # more than it has fetched in advance
+        for micro in range(4):
+            if (loop, micro) > (0, 0):
+                assert processes(loader._fetch(loop, micro)) == {worker}
+    loader.close()
+    assert not is_running(worker)
+
+
+def test_a_dataset_that_needs_worker_init_fn_is_read_in_a_worker(loader_of):
+    """Also for a micro-batch outside of the block, as of a lost rank."""
+    loader = loader_of(Augmented(13), num_workers=1, collate_fn=list, worker_init_fn=int)
+    loader._set_block(1, 4)
+    assert os.getpid() not in processes(loader._fetch(0, 0))
+    assert with_draws(loader._fetch(0, 0)) == expected(Augmented(13), 0, 0)
+
+
 def test_different_batches_draw_differently():
     loader = make(Augmented(4), micro_batches=2, collate_fn=list)
     other = make(Augmented(4), micro_batches=2, collate_fn=list, key=1)

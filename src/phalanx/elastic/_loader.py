@@ -549,7 +549,8 @@ def _release(queues: tuple[Any, ...]) -> None:
 def _closing(weak: weakref.ref[ElasticLoader]) -> Callable[[], None]:
     """Return a function that stops the workers of a loader, if it is still there.
 
-    At the end of the interpreter torch would first wait 5 s for workers that nobody told to end.
+    At the end of the interpreter torch would first wait 5 s for workers that have not been told to
+    end.
     """
 
     def close() -> None:
@@ -561,7 +562,7 @@ def _closing(weak: weakref.ref[ElasticLoader]) -> Callable[[], None]:
 
 
 def _stop(stream: Any) -> None:
-    # One that is in a long call of C code does not handle SIGTERM, by which torch ends it.
+    # torch ends a worker that does not exit by SIGTERM, which has to wait for a call of C code.
     for worker in stream._workers:
         worker.terminate = worker.kill
     # torch's SIGCHLD handler raises wherever the main thread is when a worker has died. It is to

@@ -131,6 +131,6 @@ def with_orphans(children: Iterable[ChildProcess]) -> list[ChildProcess]:
                 # The leaders have exited. If one exists, the kernel has reused its id.
                 if pid == stat.group:
                     reused.add(stat.group)
-    for group in exited.keys() - living:  # their processes have exited, and nobody waited for them
+    for group in exited.keys() - living:  # all have exited, but some are not reaped
         exited[group].reap_adopted()
     return [exited[group] for group in sorted(living - reused)]

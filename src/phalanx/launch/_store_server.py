@@ -4,7 +4,7 @@ Run by the launcher with ``-m``. The launcher opens the listening socket and pas
 the port is known before torch is imported, and a rank that connects early waits in the socket's
 backlog. The launcher itself never imports torch.
 
-A scheduler may signal all processes of a job at once. Ranks that save and leave then need the
+A scheduler may signal every process of a job. Ranks that save and leave then need the
 store, so it ignores these signals. The launcher, or the orphan guard, ends it by SIGKILL.
 """
 

@@ -735,7 +735,7 @@ class _Attempt:
         ):
             return
         if self._is_killed and first is None:
-            self._signal = event  # there is nobody to ask
+            self._signal = event  # the ranks are being killed
             self.show(
                 f"{signal_name(event.number)}: not restarting; a second one kills what still runs"
             )
